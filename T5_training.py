@@ -45,7 +45,7 @@ import summarization_dataset
 from core import checkpoint, ranks, weights
 from core.args import Optim, Run, checked, parse
 from core.export import EXPORT_DTYPES, export_model
-from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
@@ -85,10 +85,7 @@ TINY = Args(  # the defaults of --model-name tiny
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args, problems = parse(Args, __doc__, TINY)
-    args.sharding.precision = policies.compute_precision(args.sharding.precision)
-    problems += policies.problems(args.sharding, args.optim, args.run)
-    return checked(args, problems)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record
@@ -113,10 +110,10 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(summarization_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
-    with running(output):
-        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished or (is_finished is None and not was_finished):
-            export_model(model, tokenizer, output / "final", dtype)
+    write_status(output, "running")
+    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+    if is_finished or (is_finished is None and not was_finished):
+        export_model(model, tokenizer, output / "final", dtype)
     write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
     ranks.leave(STOPPED if is_finished is False else 0)
@@ -240,9 +237,11 @@ def train(
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     rouge.check_generation(args, device, model, collate)  # optional: rouge
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, start, state["tokens"], total_steps)
+    log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
+    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
+    log.write("start", start, **sizes, arguments=asdict(args))
     stop = StopRequest()
     if state["eval_due"]:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)

@@ -4,12 +4,10 @@ import functools
 import hashlib
 import itertools
 import json
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,10 +25,13 @@ from core.ranks import Batch, Problem, print0
 from optional import chat_formats  # optional: chat_formats
 
 IDS, NUMBER = List(Value("int32")), Value("int64")
-FEATURES = Features(
-    {"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER, "first_target": NUMBER}
-)
-DATE = date(2024, 7, 26)  # instead of today, so that each start has the same texts
+FEATURES = Features({"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER,
+                     "first_target": NUMBER, "spells": NUMBER})  # fmt: skip
+# Instead of today's date, so that each start has the same texts.
+FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
+| replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
+| replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
+| replace('%M', '00') | replace('%S', '00') -}}{%- endmacro %}"""
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 TURN_KEYS |= {"thinking", "train"}
@@ -123,43 +124,52 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     length = args.max_seq_length + 1
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
+    tokens = AnswerTokens(tokenizer)
+    added = tokenizer.added_tokens_decoder.values()
+    special = [str(token) for token in added if token.special]
 
-    def convert(batch: Turns) -> list[Turns]:
-        tokens = AnswerTokens(tokenizer)
-        result = []
-        for row in batch:
-            if form:
-                turns, tools = read_chat(row, form)
-                first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
-                prompt = [*first] or turns
-                documents = encode((turns, tools), tokens)
-            elif args.text_column in columns:
-                prompt = row.get(args.text_column)
-                documents = [encode_text(prompt, tokenizer)]
-            else:
-                documents = [read_tokens(row, length, tokenizer)]
-                prompt = documents[0][0]
-            result.append([sample(prompt, *document, length) for document in documents])
-        return result
+    def convert(row: Row) -> list[Row]:
+        contents = ""
+        if form:
+            turns, tools = read_chat(row, form)
+            first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
+            prompt = [*first] or turns
+            documents = encode((turns, tools), tokens)
+            contents = "\n".join(turn["content"] for turn in turns)
+        elif args.text_column in columns:
+            prompt = row.get(args.text_column)
+            documents = [encode_text(prompt, tokenizer)]
+        else:
+            documents = [read_tokens(row, length, tokenizer)]
+            prompt = documents[0][0]
+        samples = [sample(prompt, *document, length) for document in documents]
+        samples[0]["spells"] = int(any(token in contents for token in special))
+        return samples
 
     key = [length, form, args.text_column, tokenizer.chat_template]
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
-    return reading.map_rows(
-        name, rows, columns, lambda row: convert([row])[0], FEATURES, args.bad_rows, *key
-    )
+    documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
+    spells = documents.with_format("numpy")["spells"][:]
+    if (spells == 1).any():
+        row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
+        print0(f"{name}: {np.count_nonzero(spells == 1):,} chats have text that spells a special "
+               f"token, which it becomes, the first in row {row:,}")  # fmt: skip
+    return documents
 
 
 def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
-    """Return the columns of a data set's chats: messages, or prompts and answers; () if its rows
-    are texts or tokens. `columns` is its first row. Raise Problem if it has none of these."""
+    """Return the columns of a data set's chats: those of the flags if it has them, messages, or
+    prompts and answers; () if its rows are texts or tokens. `columns` is its first row. Raise
+    Problem if it has none of these."""
     form: tuple = ()
     pair = args.prompt_column, args.completion_column
-    if any(pair):
+    is_alone = len(args.dataset) + len(args.val_dataset) == 1
+    if columns.keys() >= {*pair}:
         form = pair
-        if not columns.keys() >= {*pair}:
-            advice = "Pass both --prompt-column and --completion-column."
-            raise reading.no_columns(name, map(str, pair), columns, advice)
+    elif any(pair) and (is_alone or columns.keys() & {*pair}):
+        advice = "Pass both --prompt-column and --completion-column."
+        raise reading.no_columns(name, map(str, pair), columns, advice)
     elif "messages" in columns:
         form = ("messages",)
     elif "prompt" in columns and "completion" in columns:
@@ -174,7 +184,9 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
 
 def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
     """Return a document with FEATURES and at most `length` tokens. `cut` counts those cut off,
-    `key` is a hash of everything before the first answer, `first_target` that one's position."""
+    `key` is a hash of everything before the first answer, `first_target` that one's position.
+    `spells` is 1 if the row's chat spells special tokens, else 0, and -1 after its first document.
+    """
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
     is_target = np.array(labels) != -100
     return {
@@ -183,6 +195,7 @@ def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
         "cut": max(0, len(ids) - length),
         "key": int(digest, 16),
         "first_target": is_target.argmax() if is_target.any() else len(ids),
+        "spells": -1,
     }
 
 
@@ -289,16 +302,6 @@ def encode(chat: Chat, tokens: "AnswerTokens") -> list[Document]:
     return documents
 
 
-@functools.cache
-def with_fixed_date(template: str) -> str:
-    """Return a chat template that writes DATE instead of today's date."""
-    call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"  # with a literal format
-    result = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
-    if "strftime_now(" in result:
-        raise ValueError("the chat template writes today's date. Pass a --chat-template without it")
-    return result
-
-
 def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     """Render a chat. Return its documents as texts, with the answers in each.
 
@@ -307,7 +310,9 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     """
     turns = [{key: x for key, x in turn.items() if key != "train"} for turn in chat[0]]
     tools = chat[1]
-    template = with_fixed_date(tokenizer.get_chat_template(tools=tools))
+    template = tokenizer.get_chat_template(tools=tools)
+    if "strftime_now" in template:
+        template = FIXED_DATE + template
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: Turns, **more: Any) -> str:
@@ -320,7 +325,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     for tool in tools or ():
         find(tool.get("function", tool).get("name", ""), whole, 0, "tools")
     if tools and whole == text_of(turns, tools=None).rstrip():  # their names are elsewhere
-        raise ValueError(f"the chat template drops the tools. {ADVICE}")
+        raise Problem(f"the chat template drops the tools. {ADVICE}")
     documents: list[tuple[str, Spans]] = []
     text, answers, checked = "", [], 0  # of the last document, and the number of its turns
     for i, turn in enumerate(turns):
@@ -332,7 +337,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
         text = whole if i + 1 == len(turns) else text_of(turns[: i + 1]).rstrip()
         prompt = text_of(turns[:i], add_generation_prompt=True)
         if not text.startswith(prompt):
-            raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
+            raise Problem(f"turn {i + 1}: the chat template does not start the answer with its "
                              "generation prompt, so training would differ from use. If the prompt "
                              "opens <think>, the answers need reasoning_content. Or pass "
                              "--chat-template chatml, which opens none")  # fmt: skip
@@ -388,7 +393,15 @@ def find(part: str, text: str, start: int, role: str) -> int:
         if position >= 0:
             return position + len(form)
     part = reading.shorten(part)
-    raise ValueError(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
+    raise Problem(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
+
+
+@functools.lru_cache(maxsize=100)
+def tokenize(tokenizer: Tokenizer, text: str) -> tuple[Ids, Spans]:
+    """Return the tokens of a text and their characters, none if the tokenizer reports none."""
+    options = {"add_special_tokens": False, "return_offsets_mapping": tokenizer.is_fast}
+    result = tokenizer(text, verbose=False, **options)
+    return result["input_ids"], result.get("offset_mapping", [])
 
 
 class AnswerTokens:
@@ -401,25 +414,19 @@ class AnswerTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.added = {*tokenizer.added_tokens_decoder}
-        self.tokenize = functools.cache(self._tokenize)
-
-    def _tokenize(self, text: str) -> tuple[Ids, Spans]:
-        options = {"add_special_tokens": False, "return_offsets_mapping": self.tokenizer.is_fast}
-        result = self.tokenizer(text, verbose=False, **options)
-        return result["input_ids"], result.get("offset_mapping", [])
 
     def prefix(self, text: str, position: int) -> Ids:
         """Return the tokens of text[:position]: the first ones of `text`, if those since the last
         added token, which do not depend on the text before it, are the same."""
-        ids, offsets = self.tokenize(text)
+        ids, offsets = tokenize(self.tokenizer, text)
         count = bisect_right(offsets, position, key=itemgetter(1))
         for i in reversed(range(count)):
             if ids[i] in self.added:
-                recent, _ = self.tokenize(text[offsets[i][0] : position])
+                recent, _ = tokenize(self.tokenizer, text[offsets[i][0] : position])
                 if recent == ids[i:count]:
                     return ids[:count]
                 break
-        return self.tokenize(text[:position])[0]
+        return tokenize(self.tokenizer, text[:position])[0]
 
     def encode(self, text: str, answers: Spans) -> list[Document]:
         """Return the documents of a text as ids and labels, given the answers in it."""
@@ -428,7 +435,7 @@ class AnswerTokens:
             prompt, ids = self.prefix(text, start), self.prefix(text, end)
             if ids[: len(prompt)] != prompt:
                 whole = self.tokenizer.decode(ids)
-                ids = prompt + self.tokenize(text[start:end])[0]
+                ids = prompt + tokenize(self.tokenizer, text[start:end])[0]
                 if self.tokenizer.decode(ids) != whole:
                     raise ValueError("a token spans the end of the prompt of an answer")
             labels = [-100] * len(prompt) + ids[len(prompt) :]

@@ -47,7 +47,7 @@ from core import checkpoint, ranks, weights
 from core.args import Optim, Run, Switch, checked, parse
 from core.chunked_loss import LossHead
 from core.export import EXPORT_DTYPES, export_model
-from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
@@ -69,6 +69,14 @@ class Model:
     wrap: str = "block"
     """FSDP units: block, or size:N for modules with at least N parameters"""
 
+    def problems(self, args: Any) -> list[str]:
+        """Return a message if --wrap cannot be used."""
+        if not re.fullmatch(r"block|size:\d+", self.wrap):
+            return [f"--wrap {self.wrap} is neither block nor size:N."]
+        if self.wrap != "block" and args.sharding.fsdp == 2:
+            return ["--wrap size:N needs --fsdp 1."]
+        return []
+
 
 @dataclass
 class Args:
@@ -89,14 +97,7 @@ TINY = Args(  # the defaults of --model-name tiny
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args, problems = parse(Args, __doc__, TINY)
-    args.sharding.precision = policies.compute_precision(args.sharding.precision)
-    problems += policies.problems(args.sharding, args.optim, args.run)
-    if not re.fullmatch(r"block|size:\d+", args.model.wrap):
-        problems.append(f"--wrap {args.model.wrap} is neither block nor size:N.")
-    elif args.model.wrap != "block" and args.sharding.fsdp == 2:
-        problems.append("--wrap size:N needs --fsdp 1.")
-    return checked(args, problems)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record
@@ -121,10 +122,10 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
-    with running(output):
-        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished or (is_finished is None and not was_finished):
-            export_model(model, tokenizer, output / "final", dtype)
+    write_status(output, "running")
+    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+    if is_finished or (is_finished is None and not was_finished):
+        export_model(model, tokenizer, output / "final", dtype)
     write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
     ranks.leave(STOPPED if is_finished is False else 0)
@@ -259,9 +260,11 @@ def train(
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, start, state["tokens"], total_steps)
+    log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
+    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
+    log.write("start", start, **sizes, arguments=asdict(args))
     stop = StopRequest()
     if state["eval_due"]:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)

@@ -65,6 +65,11 @@ class Sharding:
     compile: Switch = False
     """torch.compile each block"""
 
+    def problems(self, args: Any) -> list[str]:
+        """Choose --precision auto; return messages for what would not train as asked for."""
+        self.precision = compute_precision(self.precision)
+        return problems(self, args.optim, args.run)
+
 
 def compute_precision(precision: str) -> str:
     """Return `precision`, or for auto bf16 if the GPU supports it natively, else fp32."""
@@ -120,7 +125,10 @@ def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Cl
         raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
                       "of all layers of the model.")  # fmt: skip
     kind, names = library_class(type(model)).__name__, ", ".join(x.__name__ for x in units)
-    print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
+    print0(
+        f"{kind}, units: {names}, {model.num_parameters():,} parameters, "
+        f"attention {model.config._attn_implementation}"
+    )
     return units
 
 

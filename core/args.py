@@ -6,7 +6,7 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
@@ -106,9 +106,9 @@ class Optim:
     """of weights, data order and dropout"""
 
 
-def parse(kind: type[T], docstring: str, tiny: T) -> tuple[T, list[str]]:
-    """Return the arguments of sys.argv, and messages for those out of range, or exit with a message
-    if they cannot be parsed. `tiny` are the defaults if `model.model_name` is tiny."""
+def parse(kind: type[T], docstring: str, tiny: T) -> T:
+    """Return the arguments of sys.argv, or exit with a message if they cannot be parsed. `tiny` are
+    the defaults if `model.model_name` is tiny."""
     description = "\n".join(docstring.split("\n\n")[:2])  # the first line and the commands
     # --lr, not --optim.lr; no help from the comments that mark optional lines
     config = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff
@@ -122,24 +122,13 @@ def parse(kind: type[T], docstring: str, tiny: T) -> tuple[T, list[str]]:
         if end.code == 0:  # --help
             raise
         exit_with(message.getvalue())
-    problems = _out_of_range(args)
-    return args, problems or fit_global_batch(args.optim, environment_size())
-
-
-def checked(args: T, problems: list[str]) -> T:
-    """Return `args`, or exit with one message for all `problems` and those that the methods
-    `problems` of its sections return, given `args`."""
-    for section in vars(args).values():
-        if hasattr(section, "problems"):
-            problems += section.problems(args)
-    if problems:
-        exit_with(" ".join(problems))
     return args
 
 
-def _out_of_range(args: Any) -> list[str]:
-    """Return a message for each number that is not in the Range of its annotation, and for each
-    repeated list, of which tyro would keep only the last part."""
+def checked(args: T) -> T:
+    """Return `args`, with --global-batch-size cut into micro-batches. Exit with one message for all
+    numbers out of the Range of their annotations, repeated lists, of which tyro would keep the last
+    part, and messages that the methods `problems` of sections return, given `args`."""
     words = [word.partition("=")[0].replace("_", "-") for word in sys.argv]
     problems = []
     for section in vars(args).values():
@@ -154,7 +143,13 @@ def _out_of_range(args: Any) -> list[str]:
             low, high = limit
             if not low <= value < high:
                 problems.append(f"{flag} is {value}, but must be at least {low}, below {high:,}.")
-    return problems
+    problems = problems or fit_global_batch(args.optim, environment_size())
+    for section in vars(args).values():
+        if hasattr(section, "problems"):
+            problems += section.problems(args)
+    if problems:
+        exit_with(" ".join(problems))
+    return args
 
 
 def fit_global_batch(optim: Optim, processes: int) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -104,13 +103,9 @@ def write_model(
         if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
             settings["tie_word_embeddings"] = False  # T5's config always says true
         _write_json(settings, directory / "config.json")
+        add_stops(model.generation_config, tokenizer)
         name = "generation_config.json"
-        stops, own = stop_tokens(model.generation_config, tokenizer)
-        settings = _settings(model.generation_config, base / name)
-        if stops != own:
-            settings["eos_token_id"] = stops
-            print0(f"{name} stops at {' '.join(tokenizer.convert_ids_to_tokens(stops))}")
-        _write_json(settings, directory / name)
+        _write_json(_settings(model.generation_config, base / name), directory / name)
         write_tokenizer(tokenizer, directory)
 
     on_rank_zero(finish)
@@ -130,19 +125,20 @@ def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[s
     return settings | version
 
 
-def stop_tokens(config: GenerationConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens that end a text: those of a base's `config`, the tokenizer's EOS, and the
-    first added token that its chat template puts after an answer; and those of the config. Any
-    rank."""
-    own = config.eos_token_id
-    own = [own] if isinstance(own, int) else own or []
+def add_stops(config: GenerationConfig, tokenizer: Tokenizer) -> None:
+    """Add to the tokens that end a generation the tokenizer's EOS and the added tokens that its
+    chat template puts after an answer. Any rank."""
     after = ""
-    with contextlib.suppress(TemplateError, ValueError):  # no template, or not for such turns
+    with contextlib.suppress(Exception):  # there is no template, or it rejects such turns
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
         after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
     ids = tokenizer(after, add_special_tokens=False).input_ids
-    ends = [x for x in ids if x in tokenizer.added_tokens_decoder][:1]
-    return list(dict.fromkeys([*own, tokenizer.eos_token_id, *ends])), own
+    ends = [tokenizer.eos_token_id, *(x for x in ids if x in tokenizer.added_tokens_decoder)]
+    own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
+    stops = list(dict.fromkeys([*(own or []), *ends]))
+    if stops != own:
+        config.eos_token_id = stops
+        print0(f"Generation stops at {' '.join(tokenizer.convert_ids_to_tokens(stops))}")
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

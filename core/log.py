@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from .ranks import Problem, on_every_rank, on_rank_zero, print0
-from .steps import StepSampler
-from .weights import unwrapped
 
 T = TypeVar("T")
 
@@ -40,8 +38,8 @@ def open_directory(directory: Path) -> bool:
 
 
 def write_status(directory: Path, word: str) -> None:
-    """Write to the file status of a run: running, stopped, finished or failed; and on the second
-    line the step of the newest checkpoint."""
+    """Write to the file status of a run: running (also after an error), stopped or finished; and on
+    the second line the step of the newest checkpoint."""
     if dist.get_rank() == 0:
         saved = sorted(directory.glob("checkpoints/step-*/train_state.json"))
         step = int(saved[-1].parent.name.removeprefix("step-")) if saved else 0
@@ -49,40 +47,28 @@ def write_status(directory: Path, word: str) -> None:
             (directory / "status").write_text(f"{word}\nsaved step {step}\n")
 
 
-@contextlib.contextmanager
-def running(directory: Path) -> Iterator[None]:
-    """A context in which the status is running; if it raises, failed."""
-    write_status(directory, "running")
-    try:
-        yield
-    except BaseException:
-        write_status(directory, "failed")
-        raise
-
-
 class Log:
-    """metrics.jsonl: an object {"event", "step", "time", ...} per line, up to step `start` kept.
+    """metrics.jsonl: an object {"event", "step", "time", ...} per line. Events after the step of
+    `state`, and others that will be repeated, are deleted. Numbers may be tensors, for which rank 0
+    waits."""
 
-    Numbers may be tensors, for which rank 0 waits.
-    """
-
-    def __init__(self, directory: Path, start: int, tokens: int, total: int) -> None:
+    def __init__(self, directory: Path, state: dict[str, Any], total: int) -> None:
         self.total = total
         self.path = directory / "metrics.jsonl"
         self._start = time.perf_counter()
-        self._tokens, self._since = tokens, self._start  # of the last train event
+        self._tokens, self._since = state["tokens"], self._start  # of the last train event
         if dist.get_rank() == 0:
-            _truncate(self.path, start)
+            _truncate(self.path, state["step"], state["eval_due"])
 
     def write(self, event: str, step: int, tokens: int = 0, **values: Any) -> dict[str, Any]:
-        """Append an event to metrics.jsonl, print its numbers, and return it; {} on other ranks.
+        """Append an event to metrics.jsonl, print its values, and return it; {} on other ranks.
 
         `tokens` of the run so far give those per second since the last call with `tokens`.
         """
         if dist.get_rank() != 0:
             return {}
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
-        numbers = {key: x for key, x in values.items() if isinstance(x, int | float)}
+        numbers = {key: x for key, x in values.items() if isinstance(x, int | float | str)}
         numbers.pop("best_step", None)  # the line would be longer than 80 columns
         if event == "done":
             values["minutes"] = (time.perf_counter() - self._start) / 60
@@ -95,7 +81,7 @@ class Log:
             values |= {"tokens_per_second": speed, "tokens": tokens}
             values["peak_memory_mb"] = peak_memory()
         words = [f"{event:5} {step}/{self.total}"]
-        words += [f"{key} {short(x)}" for key, x in numbers.items()]
+        words += [f"{key} {x if isinstance(x, str) else short(x)}" for key, x in numbers.items()]
         print0("  ".join(words))
         try:
             with self.path.open("a") as file:
@@ -124,18 +110,6 @@ def progress(items: Iterable[T], text: str, total: int, done: int = 0) -> Iterab
     return tqdm(items, text, total, disable=hidden, **options)
 
 
-def describe(device: torch.device, model: nn.Module, sampler: StepSampler) -> dict[str, int]:
-    """Print the processes and the attention; return what a `start` event says of the data."""
-    world_size, config = dist.get_world_size(), unwrapped(model).config
-    print0(f"{world_size} x {device.type}, attention {config._attn_implementation}")
-    return {
-        "world_size": world_size,
-        "samples": sampler.num_samples,
-        "global_batch": sampler.global_batch,
-        "epoch_steps": sampler.steps_per_epoch,
-    }
-
-
 def write_results(path: Path, results: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Print results, and write them to a file with the run's arguments. All ranks call this."""
     text = json.dumps(results | {"arguments": arguments}, indent=1, default=str)
@@ -150,13 +124,16 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Delete events after `step`, for step 0 all, and invalid lines: they will be repeated."""
+def _truncate(path: Path, step: int, eval_due: bool) -> None:
+    """Delete invalid lines and events that will be repeated: after `step`, for step 0 all, and with
+    `eval_due` the validation of this step."""
     kept = []
     path.touch()
     for line in path.read_text(errors="replace").splitlines() if step else []:
         with contextlib.suppress(ValueError):  # cut off by a power failure
-            if json.loads(line)["step"] <= step:
+            event = json.loads(line)
+            is_repeated = eval_due and event["event"] in ("val", "done")
+            if event["step"] < step or event["step"] == step and not is_repeated:
                 kept.append(line + "\n")
     temporary = path.with_name("tmp-metrics.jsonl")
     temporary.write_text("".join(kept))

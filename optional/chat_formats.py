@@ -1,5 +1,5 @@
 """Formats of chats besides messages and prompt/completion: ShareGPT, Alpaca and other usual pairs,
-`history`, calls and chats as JSON text, weights of turns and rows; and the template chatml.
+calls and chats as JSON text, weights of turns and rows; and the template chatml.
 
 Without this file, rows in these formats are refused, and chatml is not a built-in template.
 """
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from core.ranks import Problem
+from core.ranks import Problem, print0
 from core.reading import usual_columns
 
 FORMATS = (  # the columns that each format requires; the first match is used
@@ -37,7 +37,7 @@ MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
               "loss_scale", "loss_weight")  # fmt: skip
 # Columns besides the chat that are read here, or refused.
-COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "history", "label", "kto_tag")
+COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "label", "kto_tag")
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
 SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
@@ -86,16 +86,17 @@ def find_columns(
 
     Raise Problem if the rows are preferences or single turns.
     """
-    if args.prompt_column and form == (args.prompt_column, args.completion_column):
-        return form
+    is_chosen = form == (args.prompt_column, args.completion_column)  # by flags
     preferences = [x for x in PREFERENCES if x in columns]
-    if preferences:
+    if preferences and not is_chosen:
         raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
                       "another loss. To train on the chosen answers, pass --prompt-column and "
                       "--completion-column, or write them as rows of messages.")  # fmt: skip
     for usual in FORMATS:
         if not form and columns.keys() >= {*usual}:
             form = usual
+    if len(form) == 2:
+        print_unread(name, columns, form)
     if form or "input_ids" in columns:
         return form
     if "role" in columns:
@@ -104,6 +105,16 @@ def find_columns(
     if args.text_column in columns:
         return ()
     return usual_columns(name, columns, PAIRS) or ()
+
+
+def print_unread(name: str, columns: dict[str, Any], form: tuple[str, ...]) -> None:
+    """Print which texts in the first row are not part of the pairs."""
+    read = {*form, *TRAIN_KEYS, "system", "system_prompt", "tools"}
+    if form[0] in INSTRUCTIONS:
+        read |= {*INPUTS}
+    unread = [x for x, value in columns.items() if x not in read and isinstance(value, str | list)]
+    if unread:
+        print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
 
 
 def normalize(row: dict, form: Sequence[str]) -> dict:
@@ -129,9 +140,7 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
     for key in INPUTS if form[0] in INSTRUCTIONS else ():
         if row.get(key) not in (None, ""):
             prompt = f"{as_text(prompt, form[0])}\n\n{as_text(row[key], key)}"
-    prompt = read_turns(prompt)
-    earlier = earlier_turns(row.get("history"))
-    result[form[0]] = [*earlier, *as_turns("user", prompt)] if earlier else prompt
+    result[form[0]] = read_turns(prompt)
     return result
 
 
@@ -155,30 +164,6 @@ def as_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}, not text")
     return value
-
-
-def as_turns(role: str, value: Any) -> list:
-    """Return messages unchanged, and another value as a list of a turn of `role`."""
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def earlier_turns(history: Any) -> list[dict]:
-    """Return the turns of a `history`, pairs of question and answer or messages. Answers are
-    targets, unless they say otherwise."""
-    turns = []
-    for item in from_json(history) or ():
-        if isinstance(item, dict):
-            turns.append(item)
-        elif not isinstance(item, list) or len(item) != 2:
-            raise ValueError("history is not a list of pairs or turns")
-        else:
-            turns += as_turns("user", item[0])
-            turns += as_turns("assistant", item[1])
-    turns = read_turns(turns)
-    for turn in turns:
-        if turn["role"] == "assistant":
-            turn.setdefault("train", True)
-    return turns
 
 
 def read_turns(value: Any) -> Any:
@@ -242,4 +227,6 @@ def from_json(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
+        if value.lstrip().startswith(("[{'", "{'")):
+            raise ValueError("a text is Python's repr of objects. Write JSON") from None
         return value

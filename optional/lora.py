@@ -138,6 +138,30 @@ def projections(
     return layers, targets
 
 
+def check_markers(
+    args: Any, model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer
+) -> None:
+    """Print a line if adapters freeze the embeddings of chat markers that were never trained: rows
+    that are all zero, or equal to each other."""
+    if not args.adapters.lora_rank or not source:  # which rank 0 has
+        return
+    embedding = model.get_input_embeddings().weight
+    names = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    rows = {}
+    for token, i in tokenizer.get_added_vocab().items():
+        if token in str(tokenizer.chat_template) and i < len(embedding):
+            rows[token] = source[names[0]][i]
+    untrained = []
+    for token, row in rows.items():
+        equal = [other for other in rows if rows[other].equal(row)]
+        if len(equal) > 1 or not row.any():
+            untrained.append(token)
+    if untrained:
+        ranks.print0(f"The base has no trained embeddings of {' '.join(untrained)}, and adapters "
+                     "freeze them. Pass --chat-template llama-2, whose markers are plain text, or "
+                     "train all weights.")  # fmt: skip
+
+
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
     """Return whether layer `name` may be in 4 bits. T5 reads the dtype of those that stay fp32."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])

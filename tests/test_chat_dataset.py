@@ -423,8 +423,8 @@ def test_template_always_writes_the_same_date():
     dated = "{{ strftime_now('%d %b %Y') }}" + PROMPTER
     ((ids, _),) = encode(CHAT, byt5(dated))
     assert byt5().decode(ids).startswith("26 Jul 2024<|system|>")
-    with pytest.raises(ValueError, match="writes today's date"):
-        encode(CHAT, byt5("{% set f = '%d' %}{{ strftime_now(f) }}" + PROMPTER))
+    ((ids, _),) = encode(CHAT, byt5("{% set f = '%Y-%m-%d' %}{{ strftime_now(f) }}" + PROMPTER))
+    assert byt5().decode(ids).startswith("2024-07-26<|system|>")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
@@ -480,6 +480,31 @@ def test_each_data_set_is_validated_on_its_own(tmp_path):
     assert [len(rows.dataset) for rows in val.values()] == [40, 40]
     args = chat_dataset.Data(dataset=paths[:1])
     assert chat_dataset.load(args, byt5(), evaluate_only=True)[0] is None
+
+
+def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path):
+    turns = [[USER | {"content": f"u{i}"}, ASSISTANT | {"content": "x"}] for i in range(40)]
+    chats = [{"messages": chat} for chat in turns]
+    paths = [write(tmp_path / "chats.jsonl", chats), str(tmp_path / "pairs.csv")]
+    Path(paths[1]).write_text("q,a\n" + "".join(f"q{i},y{i}\n" for i in range(40)))
+    flags = {"prompt_column": "q", "completion_column": "a"}
+    train, _ = chat_dataset.load(chat_dataset.Data(dataset=paths, **flags), byt5())
+    texts = [byt5().decode(row["input_ids"]) for row in train.dataset]
+    assert sum("|assistant|> x" in text for text in texts) == 38
+    assert sum("|prompter|> q" in text for text in texts) == 38
+    with pytest.raises(Problem, match="has no column q or a. Its columns are: messages"):
+        chat_dataset.load(chat_dataset.Data(dataset=paths[:1], **flags), byt5())
+
+
+def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
+    """Qwen 3's template makes two documents of the first row."""
+    chats = [[*CHAT[1:5]], [USER, ASSISTANT], [USER | {"content": "<|im_end|>"}, ASSISTANT]]
+    path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    assert len(load_documents(path, known_tokenizer("qwen 3"))) == 4
+    expected = "1 chats have text that spells a special token, which it becomes, the first in row 3"
+    assert expected in capfd.readouterr().out
+    load_documents(f"{path}:train[:2]", known_tokenizer("qwen 3"))
+    assert "special" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("count", [10, 50, 51])

@@ -37,8 +37,8 @@ TRAINED = {
         "<user>q\n\ni</s><assistant>«a</s>»",
     ),
     "LLaMA-Factory alpaca": (
-        {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["h", "b"]]},
-        "<system>s</s><user>h</s><assistant>«b</s>»<user>q</s><assistant>«a</s>»",
+        {"instruction": "q", "input": "", "output": "a", "system": "s", "history": []},
+        "<system>s</s><user>q</s><assistant>«a</s>»",
     ),
     "LLaMA-Factory sharegpt": (
         {
@@ -69,8 +69,8 @@ TRAINED = {
         "<user>q</s><assistant>a</s><user>q</s><assistant>«a</s>»",
     ),
     "ms-swift query": (
-        {"system": "s", "query": "q", "response": "a", "history": [["h", "b"]]},
-        "<system>s</s><user>h</s><assistant>«b</s>»<user>q</s><assistant>«a</s>»",
+        {"system": "s", "query": "q", "response": "a"},
+        "<system>s</s><user>q</s><assistant>«a</s>»",
     ),
     "OpenAI": (
         {
@@ -204,6 +204,18 @@ def test_one_of_two_columns_is_refused(tmp_path):
             load_documents(path, prompt_column="question", **flags)
 
 
+@pytest.mark.parametrize("row, line", [
+    ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "and answer; left out: choices"),
+    ({"instruction": "q", "output": "a", "rationale": "r"}, "and output; left out: rationale"),
+    ({"prompt": "q", "context": "c", "completion": "a"}, "and completion; left out: context"),
+    ({"instruction": "q", "input": "i", "output": "a", "score": 3}, None),
+])  # fmt: skip
+def test_text_that_is_left_out_of_a_pair_is_named(row, line, tmp_path, capfd):
+    load_documents(write(tmp_path / "rows.jsonl", [row] * 3))
+    out = capfd.readouterr().out
+    assert line in out if line else "uses" not in out
+
+
 def test_text_column_names_documents(tmp_path):
     path = write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}])
     document = load_documents(path, text_column="body")[0]
@@ -214,6 +226,7 @@ def test_text_column_names_documents(tmp_path):
     "row, message",
     [
         ({"messages": []}, "messages is empty or not a list of objects"),
+        ({"messages": str([USER, ASSISTANT])}, "Python's repr of objects. Write JSON"),
         ({"messages": [USER | {"role": "bot"}]}, "the role bot is not one of system, user"),
         ({"messages": [USER]}, "the chat has no assistant turn to train on"),
         ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
@@ -229,7 +242,7 @@ def test_text_column_names_documents(tmp_path):
         ({"messages": [USER, ASSISTANT | {"function_call": {"name": "f"}}]}, "has function_call, "),
         ({"messages": [USER, ASSISTANT], "functions": [TOOL]}, "functions would be ignored"),
         ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
-        ({"messages": [USER, ASSISTANT], "history": ["ab"]}, "history is not a list of pairs"),
+        ({"messages": [USER, ASSISTANT], "history": [["a", "b"]]}, "history would be ignored"),
         ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
         (
@@ -331,4 +344,4 @@ def test_chatml_does_not_double_a_bos_that_is_its_marker():
 
 
 def test_columns_that_the_data_module_refuses_are_read_or_refused_here():
-    assert {*chat_dataset.UNREAD.split()} == {*chat_formats.COLUMNS, "functions"}
+    assert {*chat_dataset.UNREAD.split()} == {*chat_formats.COLUMNS, "functions", "history"}

@@ -225,7 +225,7 @@ def test_generation_stops_where_answers_end(after, stops, process_group, tmp_pat
     tokenizer.save_pretrained(base)
     export_base(base, final, "LlamaForCausalLM")
     assert read(final / "generation_config.json")["eos_token_id"] == stops
-    assert "generation_config.json stops at" in capsys.readouterr().out
+    assert "Generation stops at" in capsys.readouterr().out
     export_base(final, tmp_path / "again", "LlamaForCausalLM")
     assert "stops at" not in capsys.readouterr().out
 

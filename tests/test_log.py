@@ -23,18 +23,25 @@ from core.log import Log
 TINY = f"--model-name tiny --dataset {DOCSTRINGS} --num-train-samples 64 --num-val-samples 16"
 
 
-def test_events_after_the_restored_step_and_broken_lines_are_deleted(process_group, tmp_path):
-    lines = [json.dumps({"event": "train", "step": step}) for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"event": "tr', lines[2]]))
-    Log(tmp_path, 2, 0, 9)
-    assert [event["step"] for event in metrics(tmp_path, "train")] == [1, 2]
-    Log(tmp_path, 0, 0, 9)
+def new_log(directory: Path, step: int = 0, tokens: int = 0, eval_due: bool = False) -> Log:
+    """Return the log of a run of ten steps that resumes at a step."""
+    return Log(directory, {"step": step, "tokens": tokens, "eval_due": eval_due}, 10)
+
+
+def test_events_that_will_be_repeated_and_broken_lines_are_deleted(process_group, tmp_path):
+    events = [("train", 1), ("train", 2), ("val", 2), ("save", 2), ("done", 2), ("train", 3)]
+    lines = [json.dumps({"event": event, "step": step}) for event, step in events]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "tr', lines[-1]]))
+    for eval_due, kept in ((False, lines[:5]), (True, [*lines[:2], lines[3]])):
+        new_log(tmp_path, 2, eval_due=eval_due)
+        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept
+    new_log(tmp_path, 0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_numbers_are_exact_in_the_file_and_short_on_the_screen(process_group, tmp_path, capsys):
     values = {"loss": torch.tensor(2.123456789), "perplexity": 1.23456e20, "losses": {"x": 2.0}}
-    event = Log(tmp_path, 0, 0, 10).write("train", 7, tokens=500, **values)
+    event = new_log(tmp_path).write("train", 7, tokens=500, **values)
     (written,) = metrics(tmp_path, "train")
     assert written == event and written["loss"] == torch.tensor(2.123456789).item()
     assert written.keys() >= {"time", "tokens", "tokens_per_second", "peak_memory_mb"}
@@ -47,7 +54,7 @@ def test_numbers_are_exact_in_the_file_and_short_on_the_screen(process_group, tm
 def test_pause_does_not_count_in_tokens_per_second(process_group, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: clock[0])
-    lines = Log(tmp_path, 0, 100, 10)
+    lines = new_log(tmp_path, tokens=100)
     clock[0] = 4
     with lines.pause():
         clock[0] = 10
@@ -56,14 +63,12 @@ def test_pause_does_not_count_in_tokens_per_second(process_group, tmp_path, monk
     assert lines.write("done", 1)["minutes"] == pytest.approx(70 / 60)
 
 
-def test_status_names_the_saved_step_and_a_failure(process_group, tmp_path):
+def test_status_names_the_saved_step(process_group, tmp_path):
     assert not log.open_directory(tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-00000004/train_state.json").touch()
-    with pytest.raises(KeyError), log.running(tmp_path / "run"):
-        assert (tmp_path / "run/status").read_text() == "running\nsaved step 4\n"
-        raise KeyError
-    assert (tmp_path / "run/status").read_text() == "failed\nsaved step 4\n"
+    log.write_status(tmp_path / "run", "running")
+    assert (tmp_path / "run/status").read_text() == "running\nsaved step 4\n"
     log.write_status(tmp_path / "run", "finished")
     assert log.open_directory(tmp_path / "run")
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     BitsAndBytesConfig,
+    ByT5Tokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Llama4ForCausalLM,
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.llama4.modeling_llama4 import Llama4TextDecoderLayer
 
+import chat_dataset
 import llama_fsdp
 import T5_training
 from core.ranks import Problem
@@ -265,13 +267,13 @@ def test_one_rank_resumes_two(flags, documents, wide_llama, tmp_path):
 
 
 PARSE = "    args, problems = parse(Args, __doc__, TINY)\n"
-RETURN = "    return model, tokenizer, source\n"
+RETURN = "    return model, blocks, tokenizer, source\n"
 T5_CHANGES = {  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     "import policies\n": "import policies\nfrom optional import lora\n",
     "    model: Model = field": "    adapters: lora.Lora = field(default_factory=lora.Lora)\n"
     "    model: Model = field",
     PARSE: f"{PARSE}    lora.choose_fsdp(args)\n",
-    RETURN: f"    lora.add(args, model, source, BLOCKS)\n{RETURN}",
+    RETURN: f"    lora.add(args, model, source, blocks)\n{RETURN}",
     "export_model(": "lora.export_model(",
 }
 
@@ -306,6 +308,24 @@ def test_routers_and_experts_get_no_adapters(process_group):
     assert not any(name.endswith("router") for name in targets)
     with pytest.raises(Problem, match="mlp.experts too, .* of the attention"):
         lora.add(args, experts, {}, (DeepseekV3DecoderLayer,))
+
+
+@pytest.mark.parametrize("rows, markers", [
+    ({"<|im_start|>": 0.0}, ["<|im_start|>"]),
+    ({"<|im_start|>": 0.5, "<|im_end|>": 0.5}, ["<|im_start|>", "<|im_end|>"]),
+    ({"<|im_start|>": 0.5, "<|im_end|>": 0.6}, []),
+])  # fmt: skip
+def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
+    tokenizer = ByT5Tokenizer(chat_template=chat_dataset.TEMPLATES["chatml"], extra_ids=0)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
+    source = dict(model.state_dict())
+    for token, value in rows.items():
+        source["model.embed_tokens.weight"][tokenizer.convert_tokens_to_ids(token)] = value
+    args = parse_args(llama_fsdp, ["--model-name", "tiny", *LORA])
+    lora.check_markers(args, model, source, tokenizer)
+    out = capfd.readouterr().out
+    assert f"no trained embeddings of {' '.join(markers)}, and" in out if markers else not out
 
 
 @pytest.mark.parametrize("flags, message", [

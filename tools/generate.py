@@ -6,6 +6,7 @@ python tools/generate.py OUTPUT_DIR/final --system "Be brief."   # a chat, until
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ def main() -> None:
     turns = system = [{"role": "system", "content": args.system}] if args.system else []
     try:
         tokenizer, model = load(args.directory)
-        settings["eos_token_id"], _ = export.stop_tokens(model.generation_config, tokenizer)
+        with contextlib.redirect_stdout(sys.stderr):
+            export.add_stops(model.generation_config, tokenizer)
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:
