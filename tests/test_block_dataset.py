@@ -208,6 +208,15 @@ def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, m
     assert ids_of(rows) == [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
+def test_text_that_spells_a_special_token_is_named(tmp_path, capfd):
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "<s>user"}, {"text": "b"}])
+    assert "special" not in capfd.readouterr().out
+    assert decode(load(path)) == "<s>user</s>b</s>"
+    assert "special" not in capfd.readouterr().out  # <s> is none of ByT5's
+    load(write_rows(tmp_path / "y.jsonl", [{"text": "a</s>"}, {"text": "b"}]))
+    assert "the first text spells a special token, which stays plain" in capfd.readouterr().out
+
+
 @pytest.mark.slow  # measures time
 def test_blocks_of_a_long_row_take_linear_time():
     seconds = []
