@@ -20,10 +20,11 @@ FORMATS = (  # the columns that each format requires; the first match is used
     ("instruction", "response"),  # Dolly
     ("query", "response"),  # ms-swift
 )
-PAIRS = (  # other usual names of prompts and answers, in lower case
+PAIRS = (  # other usual names of prompts and answers
     ("prompt", "response"),
     ("question", "answer"),
     ("question", "response"),
+    ("Question", "Response"),
     ("problem", "solution"),
     ("input", "output"),
     ("inputs", "targets"),

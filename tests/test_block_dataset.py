@@ -209,12 +209,13 @@ def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, m
 
 
 def test_text_that_spells_a_special_token_is_named(tmp_path, capfd):
-    path = write_rows(tmp_path / "x.jsonl", [{"text": "<s>user"}, {"text": "b"}])
-    assert "special" not in capfd.readouterr().out
-    assert decode(load(path)) == "<s>user</s>b</s>"
-    assert "special" not in capfd.readouterr().out  # <s> is none of ByT5's
-    load(write_rows(tmp_path / "y.jsonl", [{"text": "a</s>"}, {"text": "b"}]))
-    assert "the first text spells a special token, which stays plain" in capfd.readouterr().out
+    tokenizer = small_tokenizer(None)
+    for text, is_named in (("<s>user", False), ("a</s>", True)):
+        path = write_rows(tmp_path / "x.jsonl", [{"text": text}, {"text": "b"}])
+        rows = block_dataset.load_blocks(str(path), tokenizer, Data(block_size=64))["train"]
+        assert tokenizer.decode(rows[0]["input_ids"]) == f"{text}</s>b</s>"
+        line = "the first text spells a special token, which stays plain text"
+        assert (line in capfd.readouterr().out) == is_named
 
 
 @pytest.mark.slow  # measures time
