@@ -111,12 +111,12 @@ def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
             ("How to Be Empty", "  \n", LONG),
             ("How to Be Emptier", "Do it.", ""),
             ("", "A headline without title.", LONG),
+            *articles(300),
         ],
     )
     splits = wikihow_splits(data_dir=tmp_path)
-    assert [len(rows) for rows in splits.values()] == [3, 1, 1]
-    texts = {summary: text for split in sd.TITLE_LISTS for text, summary in splits[split]}
-    assert texts == {
+    texts = {summary: text for rows in splits.values() for text, summary in rows}
+    assert {key: text for key, text in texts.items() if not key.startswith("Do ")} == {
         'Be "nice", always. Go home.': 'Say "hello", first. Then go. Rest well. Bye.,'
         + LONG.rstrip(),
         "123": LONG.rstrip(),
@@ -127,8 +127,8 @@ def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
     train, val = load(data_dir=tmp_path)
     assert (sorted(train), val) == (sorted(splits["train"]), splits["validation"])
     out = capsys.readouterr().out
-    assert "wikihow: 5 of 8 rows used" in out
-    assert "train 3, validation 1, test 1" in out
+    assert "wikihow: 305 of 308 rows used" in out
+    assert f"train {len(splits['train'])}, validation {len(val)}, test " in out
 
 
 def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
