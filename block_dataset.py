@@ -125,6 +125,9 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
         return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
+    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    if CONTINUES not in columns and any(x in str(columns[column]) for x in special):
+        print0(f"{name}: the first text spells a special token, which stays plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")

@@ -139,6 +139,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
         elif args.text_column in columns:
             prompt = row.get(args.text_column)
             documents = [encode_text(prompt, tokenizer)]
+            contents = prompt
         else:
             documents = [read_tokens(row, length, tokenizer)]
             prompt = documents[0][0]
@@ -153,8 +154,9 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     spells = documents.with_format("numpy")["spells"][:]
     if (spells == 1).any():
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
-        print0(f"{name}: {np.count_nonzero(spells == 1):,} chats have text that spells a special "
-               f"token, which it becomes, the first in row {row:,}")  # fmt: skip
+        kind, effect = ("chats", "it becomes") if form else ("documents", "stays plain text")
+        print0(f"{name}: {np.count_nonzero(spells == 1):,} {kind} have text that spells a special "
+               f"token, which {effect}, the first in row {row:,}")  # fmt: skip
     return documents
 
 
@@ -185,7 +187,7 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
 def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
     """Return a document with FEATURES and at most `length` tokens. `cut` counts those cut off,
     `key` is a hash of everything before the first answer, `first_target` that one's position.
-    `spells` is 1 if the row's chat spells special tokens, else 0, and -1 after its first document.
+    `spells` is 1 if the row's text spells special tokens, else 0, and -1 after its first document.
     """
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
     is_target = np.array(labels) != -100

@@ -33,7 +33,8 @@ UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV fil
 ROW = "number of the row"  # a column of samples, until rows are counted
 TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
-MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask",
+         "response_mask", "mask")  # of tokenized rows  # fmt: skip
 PACKED = ("position_ids", "seq_lengths")  # columns of tokenized rows that have several documents
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 

@@ -20,10 +20,11 @@ FORMATS = (  # the columns that each format requires; the first match is used
     ("instruction", "response"),  # Dolly
     ("query", "response"),  # ms-swift
 )
-PAIRS = (  # other usual names of prompts and answers, in lower case
+PAIRS = (  # other usual names of prompts and answers
     ("prompt", "response"),
     ("question", "answer"),
     ("question", "response"),
+    ("Question", "Response"),
     ("problem", "solution"),
     ("input", "output"),
     ("inputs", "targets"),
@@ -95,7 +96,7 @@ def find_columns(
     for usual in FORMATS:
         if not form and columns.keys() >= {*usual}:
             form = usual
-    if len(form) == 2:
+    if form:
         print_unread(name, columns, form)
     if form or "input_ids" in columns:
         return form
@@ -108,11 +109,13 @@ def find_columns(
 
 
 def print_unread(name: str, columns: dict[str, Any], form: tuple[str, ...]) -> None:
-    """Print which texts in the first row are not part of the pairs."""
+    """Print which texts in the first row are not part of the pairs, or of a chat's context."""
     read = {*form, *TRAIN_KEYS, "system", "system_prompt", "tools"}
     if form[0] in INSTRUCTIONS:
         read |= {*INPUTS}
     unread = [x for x, value in columns.items() if x not in read and isinstance(value, str | list)]
+    if len(form) == 1:
+        unread = [x for x in unread if x in (*INPUTS, "documents")]
     if unread:
         print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
 

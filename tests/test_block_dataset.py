@@ -228,6 +228,16 @@ def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, m
     assert ids_of(rows) == [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
+def test_text_that_spells_a_special_token_is_named(tmp_path, capfd):
+    tokenizer = small_tokenizer(None)
+    for text, is_named in (("<s>user", False), ("a</s>", True)):
+        path = write_rows(tmp_path / "x.jsonl", [{"text": text}, {"text": "b"}])
+        rows = block_dataset.load_blocks(str(path), tokenizer, Data(block_size=64))["train"]
+        assert tokenizer.decode(rows[0]["input_ids"]) == f"{text}</s>b</s>"
+        line = "the first text spells a special token, which stays plain text"
+        assert (line in capfd.readouterr().out) == is_named
+
+
 @pytest.mark.slow  # measures time
 def test_blocks_of_a_long_row_take_linear_time():
     seconds = []

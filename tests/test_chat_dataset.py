@@ -505,6 +505,10 @@ def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
     assert expected in capfd.readouterr().out
     load_documents(f"{path}:train[:2]", known_tokenizer("qwen 3"))
     assert "special" not in capfd.readouterr().out
+    path = write(tmp_path / "texts.jsonl", [{"content": f"<|im_start|>user\n{i}"} for i in "ab"])
+    load_documents(path, known_tokenizer("qwen 3"))
+    expected = "2 documents have text that spells a special token, which stays plain text, the fir"
+    assert expected in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("count", [10, 50, 51])

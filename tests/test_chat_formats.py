@@ -208,6 +208,7 @@ def test_one_of_two_columns_is_refused(tmp_path):
     ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "and answer; left out: choices"),
     ({"instruction": "q", "output": "a", "rationale": "r"}, "and output; left out: rationale"),
     ({"prompt": "q", "context": "c", "completion": "a"}, "and completion; left out: context"),
+    ({"messages": [ASK, ANSWER], "documents": ["d"], "id": "1"}, "messages; left out: documents\n"),
     ({"instruction": "q", "input": "i", "output": "a", "score": 3}, None),
 ])  # fmt: skip
 def test_text_that_is_left_out_of_a_pair_is_named(row, line, tmp_path, capfd):
