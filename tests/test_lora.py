@@ -218,7 +218,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     for extra, message in (
         (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9"),
         (["--output-dir", tmp_path / "nothing"], "no checkpoint in --output-dir"),
-        (["--model-name", run / "final"], "final does not appear to have a file named config.json"),
+        (["--model-name", run / "final"], "final has no config.json. Pass a"),
     ):
         assert start(llama_fsdp, *command, *extra) == 1
         assert message in capfd.readouterr().err
@@ -347,8 +347,11 @@ def test_conflicting_flags_are_refused(flags, message, capfd):
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: no such projection. Pass some"),
     (["--load-in-4bit"], "gives wrong results for width 32 on a CPU"),
 ])  # fmt: skip
-def test_bad_targets_and_widths_are_refused(flags, message, llama_directory, tmp_path, capfd):
-    common = ["--model-name", llama_directory, "--lora-rank", "4", "--max-seq-length", "64"]
-    assert start(llama_fsdp, *common, "--output-dir", tmp_path / "run", *flags) == 1
+def test_bad_targets_and_widths_are_refused(
+    flags, message, llama_directory, chats, tmp_path, capfd
+):
+    common = ["--model-name", llama_directory, "--dataset", chats, "--lora-rank", "4"]
+    common += ["--max-seq-length", "64", "--output-dir", tmp_path / "run"]
+    assert start(llama_fsdp, *common, *flags) == 1
     (error,) = error_lines(capfd.readouterr().err)
     assert message in error
