@@ -92,10 +92,11 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
             parts = datasets.load_dataset(name, config)
         return pick(parts if isinstance(parts, dict) else {"train": parts}, split)
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
-        reason = shorten(str(error.__cause__ or error))
-        if isinstance(error, OSError):
-            reason += f". The cache is {datasets.config.HF_DATASETS_CACHE}"
-        raise Problem(f"Data set {path} cannot be read: {reason}") from error
+        cause = error.__cause__ or error
+        problem = "cannot be read" if path.exists() else "is not a file, and not on the hub"
+        cache = f". The cache is {datasets.config.HF_DATASETS_CACHE}"
+        reason = shorten(str(cause)) + (cache if getattr(cause, "filename", None) else "")
+        raise Problem(f"Data set {path} {problem}: {reason}") from error
 
 
 def pick(parts: Parts, split: str) -> Parts:

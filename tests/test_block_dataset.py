@@ -80,6 +80,14 @@ def test_files_are_joined_with_eos(tmp_path):
         load(tmp_path / "a.txt")
 
 
+def test_text_of_eos_in_a_text_file_ends_a_document(tmp_path, capfd):
+    (tmp_path / "a.txt").write_text("</s>one</s>two\n</s></s>three</s>\n")
+    assert decode(load(tmp_path / "a.txt")) == "one</s>two\n</s>three</s>"
+    assert "a.txt: 2 documents end in </s>" in capfd.readouterr().out
+    path = write_rows(tmp_path / "x.jsonl", [{"text": "a</s>b"}])
+    assert ids_of(load(path)).count(1) == 1
+
+
 def test_lines_of_wikitext_are_not_documents(tmp_path):
     path = write_rows(tmp_path / "wikitext.jsonl", BODIES)
     assert decode(load(path, text_column="body")) == "four</s>five\nsix</s>"
@@ -97,6 +105,18 @@ def test_columns_are_found_or_named(tmp_path, capfd):
     with pytest.raises(Problem, match="x.jsonl, row 2: text is 8, not text. Correct it"):
         load(path)
     assert decode(load(path, bad_rows="skip")) == "a</s>"
+
+
+def test_column_flag_is_for_data_sets_that_have_the_column(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    write_rows(paths[0], [{"body": "one", "text": "x"}])
+    paths[1].write_text("two")
+    args = Data(dataset=tuple(map(str, paths)), val_dataset=(str(paths[0]),), text_column="body")
+    train_set, _ = block_dataset.load(args, ByT5Tokenizer())
+    assert [decode([row]) for row in train_set.with_format(None)] == ["one</s>", "two</s>"]
+    args.val_dataset = ("gone.jsonl",)
+    with pytest.raises(Problem, match="^--val-dataset: Data set gone.jsonl is not a file"):
+        block_dataset.load(args, ByT5Tokenizer())
 
 
 def test_end_is_held_out_without_validation_data(texts, tmp_path):

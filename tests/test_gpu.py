@@ -4,7 +4,7 @@
     python -m pytest -n 8 tests/test_gpu.py -k resumes           # then: each script with each flag
 
 Each half should take less than ten minutes on one GPU and 16 cores, but that is not measured yet.
-The slow cases compile, or load a model of 7B.
+The slow cases compile.
 """
 
 from pathlib import Path
@@ -73,6 +73,7 @@ FLAGS = [
 ]
 if RANKS > 1:
     FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
+SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2", "--precision", "bf16"]
 CASES = [pytest.param(flags, id=" ".join(flags)) for flags in FLAGS]
 CASES += [
@@ -81,22 +82,24 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("flags", CASES)
-def test_t5_resumes(flags, t5_directory, pairs, tmp_path):
-    data = ["--dataset", pairs, "--num-train-samples", "0", "--rouge-samples", "3"]
-    run("T5_training.py", t5_directory, tmp_path, [*data, "--target-length", "16"], *flags)
+@pytest.fixture
+def data(t5_directory, pairs, gpt2_directory, texts, llama_directory, chats) -> dict[str, list]:
+    """Return the flags of model and data for each script."""
+    return {
+        "T5_training.py": [t5_directory, "--dataset", pairs, "--num-train-samples", "0",
+                           "--rouge-samples", "3", "--target-length", "16"],
+        "gpt2_fsdp.py": [gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
+                         "--block-size", "32"],
+        "llama_fsdp.py": [llama_directory, "--dataset", chats, "--max-seq-length", "128",
+                          "--batch-size", "2"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_gpt2_resumes(flags, gpt2_directory, texts, tmp_path):
-    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
-    run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
-
-
-@pytest.mark.parametrize("flags", CASES)
-def test_llama_resumes(flags, llama_directory, chats, tmp_path):
-    data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
-    run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_resumes(script, flags, data, tmp_path):
+    model, *rest = data[script]
+    run(script, model, tmp_path, rest, *flags)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -168,21 +171,13 @@ def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
-def test_compiled_losses_are_near_eager(
-    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
-):
-    flags = {
-        "T5_training.py": ["--model-name", t5_directory, "--dataset", pairs],
-        "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--dataset", texts[0],
-                         "--val-dataset", texts[1], "--block-size", "32"],
-        "llama_fsdp.py": ["--model-name", llama_directory, "--dataset", chats,
-                          "--max-seq-length", "128", "--attention", "sdpa"],
-    }[script]  # fmt: skip
-    common = ["--max-steps", "5", "--log-every", "1", "--precision", "bf16", "--fsdp", fsdp]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_compiled_losses_are_near_eager(script, fsdp, data, tmp_path):
+    flags = ["--model-name", *data[script], "--max-steps", "5", "--log-every", "1"]
     runs = []
     for flag in ("--no-compile", "--compile"):
-        launch(RANKS, script, *flags, *common, flag, "--output-dir", tmp_path / flag)
+        more = ["--precision", "bf16", "--fsdp", fsdp, flag, "--output-dir", tmp_path / flag]
+        launch(RANKS, script, *flags, *more)
         runs.append(list(losses(tmp_path / flag).values()))
     assert runs[0] == pytest.approx(runs[1], abs=0.05)
 
@@ -261,26 +256,3 @@ def test_kernels_agree_with_sdpa(attention, head_size):
     for index in (0, 1):
         error = torch.as_tensor(sdpa[index] - exact[index]).norm()
         assert torch.as_tensor(varlen[index] - exact[index]).norm() < 2 * error + 1e-3
-
-
-@pytest.mark.slow
-def test_lora_of_7b_shape_trains(tmp_path):
-    """Needs 13 GB of disk: checkpoints and the export contain only the adapters."""
-    pytest.importorskip("peft")
-    if torch.cuda.get_device_properties(0).total_memory < 38e9:
-        pytest.skip("needs a GPU of 40 GB")
-    torch.manual_seed(0)
-    config = LlamaConfig(num_key_value_heads=32)  # all other defaults are those of 7B
-    with torch.device("cuda"):
-        model = llama_fsdp.transformers.LlamaForCausalLM(config).bfloat16()
-    model.save_pretrained(tmp_path / "model")
-    ByT5Tokenizer().save_pretrained(tmp_path / "model")
-    del model
-    torch.cuda.empty_cache()
-    command = ["--model-name", tmp_path / "model", "--lora-rank", "16", "--lr", "1e-3",
-               "--max-steps", "10", "--log-every", "1", "--num-train-samples", "1000",
-               "--num-val-samples", "10", "--eval-every", "0", "--save-every", "0",
-               "--output-dir", tmp_path / "run"]  # fmt: skip
-    launch(RANKS, "llama_fsdp.py", *command, timeout=480)
-    loss_by_step = losses(tmp_path / "run")
-    assert loss_by_step[10] < loss_by_step[1]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,12 @@ def test_second_process_reuses_the_cache(tmp_path):
 
 UNEVEN = "row {}: the row has more or fewer fields than the header. Correct it, or pass --bad-rows"
 BAD_FILES = {  # name: (content, message)
-    "folder": (None, "folder cannot be read: "),
+    "folder": (None, r"folder cannot be read: the folder has no \*.txt. Pass its files"),
+    "lfs.csv": ("version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
+    "columns.json": (json.dumps({"text": ["a"], "headline": ["b"]}), "is a whole table as one row"),
+    "index.json": (json.dumps({"text": {"0": "a"}, "headline": {"0": "b"}}), "Pass orient=.rec"),
+    "rows.json": (json.dumps({"0": {"text": "a", "headline": "b"}}), "Pass orient='records'"),
+    "quote.tsv": ('text\theadline\nx\ty\n"a\tb\nc"\td\n', 'line 4: a field that begins with " spa'),
     "column.jsonl": (jsonl([{"a": 1, "b": 2}]), "no column text or headline. Its columns are: a, "),
     "broken.jsonl": (jsonl(PAIRS) + '{"text": "b}\n', "broken.jsonl, row 31: Unterminated string"),
     "list.jsonl": ("[1]\n", "list.jsonl cannot be read: the line is not a JSON object"),
@@ -170,22 +176,37 @@ def test_bad_file_causes_one_message(name, tmp_path, monkeypatch):
 
 
 def test_bad_rows_are_skipped_and_named(tmp_path, capfd):
-    lines = ["text,headline", *(f"text {i},line {i}" for i in range(60)), "a,b,c", "d"]
+    lines = ["text,headline", *(f"text {i},line {i}" for i in range(60)), "a,b,c", *["d"] * 12]
     (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
     assert texts(tmp_path / "x.csv", "skip") == [f"text {i}" for i in range(60)]
     printed = capfd.readouterr().out
-    assert "Skipped" in printed and "row 61: the row has more" in printed and "row 62: " in printed
+    assert printed.count("Skipped") == 10 and "row 61: the row has more" in printed
+    assert "x.csv: 60 of 73 rows used" in printed
     (tmp_path / "all.jsonl").write_text(jsonl([{"text": 1, "headline": "x"}] * 6))
     with pytest.raises(Problem, match="all.jsonl has no usable rows among 6"):
         texts(tmp_path / "all.jsonl", "skip")
 
 
-def test_many_rows_are_mapped_in_order_by_several_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("directory", [None, "long " * 20])
+def test_many_rows_are_mapped_in_order(directory, tmp_path, monkeypatch):
+    """Several processes map them, unless the paths of their sockets would be too long."""
     monkeypatch.setattr(reading, "LARGE", 1000)
+    if directory:
+        (tmp_path / directory).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / directory))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     rows = [{"text": f"t {i}", "headline": "h"} for i in range(1001)]
     (tmp_path / "x.jsonl").write_text(jsonl(rows))
     assert texts(tmp_path / "x.jsonl") == [row["text"] for row in rows]
+
+
+def test_cache_that_cannot_be_written_is_named(monkeypatch):
+    def load_dataset(*_: object) -> None:
+        raise OSError(28, "No space left on device", "cache/x.lock")
+
+    monkeypatch.setattr(reading.datasets, "load_dataset", load_dataset)
+    with pytest.raises(Problem, match="No space left on device: 'cache/x.lock'. The cache is /"):
+        reading.read("someone/pairs")
 
 
 def test_files_with_different_fields_keep_their_values_or_are_refused(tmp_path):

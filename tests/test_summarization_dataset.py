@@ -239,6 +239,24 @@ def test_usual_columns_are_read(tmp_path, capsys):
         load(dataset=path)
 
 
+def test_column_flags_are_for_data_sets_that_have_the_columns(tmp_path):
+    paths = [str(write_rows(tmp_path / f"{i}.jsonl", ROWS)) for i in "ab"]
+    write_rows(Path(paths[1]), [{"a": "x", "b": str(i)} for i in range(40)])
+    train, _ = load(dataset=tuple(paths), source_column="b", target_column="a")
+    assert len(train) == 190 + 38 and train[0][1] == ROWS[0]["summary"] and train[-1][1] == "x"
+    assert sd.Data(source_column="a", target_column="a").problems(None)
+
+
+def test_lost_line_breaks_are_counted(tmp_path, capsys):
+    rows = [{"text": "a\nb", "headline": "b"}] * 3 + [{"text": "c", "headline": "d"}] * 37
+    path = str(write_rows(tmp_path / "x.jsonl", rows))
+    for tokenizer in (words_tokenizer(), TOKENIZER):
+        train, _ = sd.load(arguments(dataset=path, val_dataset=(path,)), tokenizer)
+    out = capsys.readouterr().out
+    assert out.count("train: the tokenizer loses the line breaks of 3 rows") == 1
+    assert "«b</s>» from a\nb" in out
+
+
 def test_tokenized_rows_are_read(tmp_path):
     """Rows of an exact length stay as they are; longer ones and unknown tokens are errors."""
     rows = [{"input_ids": [5, i + 4, 1], "labels": [i + 4, 1]} for i in range(40)]
