@@ -4,6 +4,7 @@ docstring differs."""
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import sys
 import time
@@ -13,12 +14,12 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 from transformers import BatchEncoding
-from transformers import set_seed as set_seed  # of random, NumPy and PyTorch
 
 GRACE_SECONDS = 20.0  # for rank 0 to print the error first
 STOPPED = 75  # the exit code of a run that was saved: the same command resumes it
@@ -69,6 +70,13 @@ def cpu_group() -> dist.ProcessGroup | None:
 def environment_size() -> int:
     """Return the number of processes that torchrun has started, before the process group exists."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+
+
+def set_seed(seed: int) -> None:
+    """Seed random, NumPy and PyTorch. Transformers' function imports peft and bitsandbytes."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def host_sums(numbers: Sequence[int]) -> list[int]:

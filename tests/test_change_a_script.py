@@ -56,12 +56,13 @@ def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
     flags = ["--model-name", "tiny", "--batch-size", 8, "--lr", 1e-3, "--log-every", 1,
              "--rouge-samples", 4, "--target-length", 8, "--output-dir", output]  # fmt: skip
     for steps in (20, 22):
-        launch(0, tmp_path / "my_script.py", *flags, "--max-steps", steps, cwd=tmp_path)
+        command = [tmp_path / "my_script.py", *flags, "--max-steps", steps]
+        assert ", units: MyLayer, " in launch(0, *command, cwd=tmp_path).stdout
     history = losses(output)
     assert list(history) == list(range(1, 23)) and history[22] < 0.8 * history[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
-    assert '"MyModel"' in (output / "final/config.json").read_text()
+    assert '"T5ForConditionalGeneration"' in (output / "final/config.json").read_text()
 
 
 @pytest.mark.parametrize("script", ["T5_training", "llama_fsdp"])
