@@ -170,8 +170,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     model, source = weights.new_model(kind, config, directory, needs_weights)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
-    lora.add(args, model, source, blocks)  # optional: lora
-    lora.check_markers(args, model, source, tokenizer)  # optional: lora
+    lora.add(args, model, source, blocks, tokenizer)  # optional: lora
     return model, blocks, tokenizer, source
 
 

@@ -95,6 +95,7 @@ def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
         "--accumulate-no-sync if gradients are accumulated.": (
             args.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
         ),
+        "--cpu-offload cannot be used with ddp.": args.cpu_offload and strategy == "ddp",
         f"--strategy {strategy} needs --fsdp 1.": (
             args.fsdp == 2 and strategy in ("no_shard", "ddp")
         ),
@@ -198,10 +199,16 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 
 def set_prefetch(model: nn.Module) -> None:
-    """Make FSDP2 all-gather each unit before the previous one computes. Call after sharding."""
+    """Make FSDP2 all-gather each unit before the previous one computes, keep the head gathered for
+    the backward pass, and not gather embeddings in it. Call after sharding."""
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and x is not model]
     for unit, next_unit in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([next_unit])
+    for unit in units:
+        if unit is model.get_output_embeddings():
+            unit.set_reshard_after_forward(False)
+        elif isinstance(unit, nn.Embedding):
+            unit.set_unshard_in_backward(False)
     fsdp.register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
 
 

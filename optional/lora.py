@@ -68,8 +68,9 @@ def choose_fsdp(args: Any) -> None:
 
 
 def add(
-    args: Any, model: PreTrainedModel, source: weights.Source, blocks: tuple[type[nn.Module], ...]
-) -> None:
+    args: Any, model: PreTrainedModel, source: weights.Source,
+    blocks: tuple[type[nn.Module], ...], tokenizer: Tokenizer,
+) -> None:  # fmt: skip
     """Given a script's arguments with --lora-rank, freeze a model on meta, and add fp32 adapters of
     the projections in its `blocks`.
 
@@ -113,6 +114,7 @@ def add(
             source[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+    check_markers(model, source, tokenizer)
     base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
     model.adapters = config
     model.only_trained = True  # in checkpoints
@@ -138,12 +140,10 @@ def projections(
     return layers, targets
 
 
-def check_markers(
-    args: Any, model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer
-) -> None:
+def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer) -> None:
     """Print a line if adapters freeze the embeddings of chat markers that were never trained: rows
     that are all zero, or equal to each other."""
-    if not args.adapters.lora_rank or not source:  # which rank 0 has
+    if not source:  # on other ranks than 0
         return
     embedding = model.get_input_embeddings().weight
     names = [name for name, parameter in model.named_parameters() if parameter is embedding]

@@ -266,14 +266,14 @@ def test_one_rank_resumes_two(flags, documents, wide_llama, tmp_path):
     assert held_out_loss(merged, documents) == pytest.approx(losses(one_run, "val")[8], rel=1e-5)
 
 
-PARSE = "    args, problems = parse(Args, __doc__, TINY)\n"
+PARSE = "    args = parse(Args, __doc__, TINY)\n"
 RETURN = "    return model, blocks, tokenizer, source\n"
 T5_CHANGES = {  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     "import policies\n": "import policies\nfrom optional import lora\n",
     "    model: Model = field": "    adapters: lora.Lora = field(default_factory=lora.Lora)\n"
     "    model: Model = field",
     PARSE: f"{PARSE}    lora.choose_fsdp(args)\n",
-    RETURN: f"    lora.add(args, model, source, blocks)\n{RETURN}",
+    RETURN: f"    lora.add(args, model, source, blocks, tokenizer)\n{RETURN}",
     "export_model(": "lora.export_model(",
 }
 
@@ -302,12 +302,12 @@ def test_routers_and_experts_get_no_adapters(process_group):
     with torch.device("meta"):
         router = Llama4ForCausalLM(Llama4TextConfig(num_hidden_layers=2))
         experts = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=4))
-    lora.add(args, router, {}, (Llama4TextDecoderLayer,))
+    lora.add(args, router, {}, (Llama4TextDecoderLayer,), None)
     targets = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
     assert "model.layers.1.self_attn.q_proj" in targets
     assert not any(name.endswith("router") for name in targets)
     with pytest.raises(Problem, match="mlp.experts too, .* of the attention"):
-        lora.add(args, experts, {}, (DeepseekV3DecoderLayer,))
+        lora.add(args, experts, {}, (DeepseekV3DecoderLayer,), None)
 
 
 @pytest.mark.parametrize("rows, markers", [
@@ -322,8 +322,7 @@ def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
     source = dict(model.state_dict())
     for token, value in rows.items():
         source["model.embed_tokens.weight"][tokenizer.convert_tokens_to_ids(token)] = value
-    args = parse_args(llama_fsdp, ["--model-name", "tiny", *LORA])
-    lora.check_markers(args, model, source, tokenizer)
+    lora.check_markers(model, source, tokenizer)
     out = capfd.readouterr().out
     assert f"no trained embeddings of {' '.join(markers)}, and" in out if markers else not out
 
