@@ -3,6 +3,7 @@ arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
 import io
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,11 @@ def parse(kind: type[T], docstring: str, tiny: T) -> T:
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        exit_with(message.getvalue())
+        text = message.getvalue()
+        for word in filter(os.path.isfile, sys.argv[1:]):
+            if f"Unrecognized options: {word}" in text:
+                text = f"{word} is not a flag. Pass data with --dataset {word}."
+        exit_with(text)
     return args
 
 

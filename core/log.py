@@ -4,6 +4,7 @@ may call these functions unless their docstrings differ. Only rank 0 writes."""
 import contextlib
 import json
 import resource
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -70,6 +72,10 @@ class Log:
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         numbers = {key: x for key, x in values.items() if isinstance(x, int | float | str)}
         numbers.pop("best_step", None)  # the line would be longer than 80 columns
+        if event == "start":
+            values |= {"torch": torch.__version__, "transformers": transformers.__version__}
+            git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"
+            values["git"] = subprocess.getoutput(git)
         if event == "done":
             values["minutes"] = (time.perf_counter() - self._start) / 60
             print0(f"Finished in {short(values['minutes'])} minutes.")

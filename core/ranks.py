@@ -214,6 +214,9 @@ class StopRequest:
         if not self.is_set:
             self.is_set = True
             self._time = time.monotonic()
+            if int(os.environ.get("RANK", 0)) == 0:
+                with contextlib.suppress(OSError):  # stdout may be full or closed
+                    os.write(1, b"Stopping after this step or the next.\n")  # unlike print, safe
         elif time.monotonic() > self._time + 10:  # a launcher may repeat its signal at once
             self.forget()
             signal.raise_signal(number)

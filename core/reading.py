@@ -232,8 +232,8 @@ def map_rows(
             try:
                 parts = function(parse(dict(zip(columns, values, strict=True))))
                 samples += [part | {ROW: number} for part in parts]
-            except Problem:  # of the data set, not of a row
-                raise
+            except Problem as error:  # of the data set, not of a row
+                raise Problem(f"{name}, row {number + 1}: {error}") from None
             except (ValueError, TypeError, AttributeError) as error:
                 problem = f"{name}, row {number + 1}: {shorten(str(error))}"
                 if bad_rows == "fail":
