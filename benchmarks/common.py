@@ -139,7 +139,7 @@ def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) 
 class RandomTensors(dict):
     """Shapes and dtypes by name, looked up as random tensors on this process's device."""
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def pop(self, name: str) -> torch.Tensor:
         shape, dtype = self.get(name)
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         return torch.randn(shape, device=device).mul_(0.02).to(dtype)
