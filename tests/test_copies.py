@@ -12,7 +12,7 @@ from conftest import DOCSTRINGS, ROOT, check_equal_weights, launch, losses, metr
 SHORT = {  # flags for short texts
     "gpt2_fsdp.py": ["--block-size", "32"],
     "T5_training.py": ["--source-length", "32", "--target-length", "8"],
-    "llama_fsdp.py": ["--max-seq-length", "64", "--no-packing"],
+    "llama_fsdp.py": ["--max-seq-length", "256", "--no-packing"],
 }  # fmt: skip
 FLAGS = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "32",
          "--num-val-samples", "4", "--batch-size", "1", "--log-every", "1", "--save-every", "2",
