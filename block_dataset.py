@@ -10,6 +10,7 @@ from functools import partial
 from typing import IO, Annotated, Any, Literal
 
 import numpy as np
+import torch
 import tyro
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -17,7 +18,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core import reading
 from core.args import Names, Range, Size
 from core.ranks import Batch, Problem, print0
-from core.steps import pad
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
@@ -182,11 +182,15 @@ def collate(examples: list[dict[str, np.ndarray]]) -> Batch:
     If there are no examples, as on a rank that has none left, the batch is one row without targets.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
-    labels = [row[1:] for row in rows]
-    count = sum(map(len, labels))
+    width = max(8, *(len(row) - 1 for row in rows))
+    whole = torch.full((len(rows), width + 1), -100)
+    for target, row in zip(whole, rows, strict=True):
+        target[: len(row)] = torch.as_tensor(row)
+    labels = whole[:, 1:]
+    count = sum(len(row) - 1 for row in rows)
     return {
-        "input_ids": pad([row[:-1] for row in rows], 0, least=8),
-        "labels": pad(labels, -100, least=8),
+        "input_ids": whole[:, :-1].masked_fill(labels == -100, 0),
+        "labels": labels,
         "targets": count,
         "tokens": count,
     }

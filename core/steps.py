@@ -81,10 +81,10 @@ def ordered_loader(
     )  # fmt: skip
 
 
-def pad(rows: list, value: int, least: int = 1, multiple: int = 1) -> Tensor:
+def pad(rows: list, value: int, multiple: int) -> Tensor:
     """Return rows of ints as int64 [rows, length], padded with `value`. The length is that of the
-    longest row, at least `least`, rounded up to a multiple of `multiple`."""
-    width = -(-max(least, *map(len, rows)) // multiple) * multiple
+    longest row, rounded up to a multiple of `multiple`."""
+    width = -(-max(1, *map(len, rows)) // multiple) * multiple
     array = np.full((len(rows), width), value)
     for target, row in zip(array, rows, strict=True):
         target[: len(row)] = row
