@@ -25,7 +25,7 @@ def test_length_groups_keep_every_sample_at_any_world_size(monkeypatch):
     sums = [sum(lengths[i] for i in step) for step in steps[:-1]]
     assert sums[0] == max(sums) and len(steps[-1]) == 1003 % 16
     assert sums != sorted(sums) and sums != sorted(sums, reverse=True)
-    rank_steps = list(zip(*(sampler(4, rank) for rank in range(4)), strict=True))
+    rank_steps = list(zip(*[list(sampler(4, rank)) for rank in range(4)], strict=True))
     assert [sorted(sum(ranks, [])) for ranks in rank_steps] == [sorted(step) for step in steps]
     longest = [max(lengths[i] for ranks in step for i in ranks) for step in rank_steps]
     padded_lengths = [n * len(step) for n, step in zip(longest, steps, strict=True)]

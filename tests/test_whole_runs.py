@@ -77,7 +77,7 @@ def test_killed_run_resumes_bit_for_bit(script, finished, flags, tmp_path):
     assert killed.returncode and status(tmp_path) != "finished"
     assert max(losses(tmp_path)) == 7  # step 7 was not saved
     newest = tmp_path / "checkpoints/step-00000006"
-    assert (newest / "full.pt").exists() != any(newest.glob("*.distcp"))
+    assert (newest / "full.pt").exists() == (script == "llama_fsdp")
     launch(2, f"{script}.py", *command)
     assert status(tmp_path) == "finished"
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
