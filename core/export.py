@@ -143,14 +143,22 @@ def add_stops(config: GenerationConfig, tokenizer: Tokenizer) -> None:
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write a tokenizer; copy the files of its base unless it has changed. Rank 0 only."""
+    if tokenizer.is_fast:  # it would save the padding and truncation of its last call
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(directory)
     base = Path(tokenizer.name_or_path or "no base")
-    if base.is_dir():
-        original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-        has_changed = repr(tokenizer) != repr(original)  # of all settings but the template
-        if not has_changed and tokenizer.chat_template == original.chat_template:
-            for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
-                shutil.copyfile(file, directory / file.name)
+    if not base.is_dir():
+        return
+    original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    if repr(tokenizer) == repr(original):  # of all settings but the template
+        for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
+            shutil.copyfile(file, directory / file.name)
+        path = directory / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        has_changed = tokenizer.chat_template != original.chat_template
+        if has_changed and "chat_template" in settings:
+            _write_json(settings | {"chat_template": tokenizer.chat_template}, path)
 
 
 def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -203,7 +203,7 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, process_g
         export.write_tokenizer(tokenizer, tmp_path / name)
         saved = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert saved.chat_template == tokenizer.chat_template and len(saved) == len(tokenizer)
-        assert not (tmp_path / name / "tokenizer.model").exists()
+        assert (tmp_path / name / "tokenizer.model").exists() == (name == "template")
         tokenizer.add_tokens(["<new>"])
 
 

@@ -80,7 +80,7 @@ def test_demo_trains_evaluates_and_plots(tmp_path):
     full_output = run_demo(tmp_path)
     readme = PAGES[ROOT / "README.md"]
     lines = list(map(mask_numbers, short_output.splitlines()))
-    (readme_lines,) = re.findall(r"```text\n(2 x cpu.*?)```", readme, re.DOTALL)
+    (readme_lines,) = re.findall(r"```text\n(T5ForCond.*?)```", readme, re.DOTALL)
     readme_lines = [line for line in readme_lines.splitlines() if line[0] not in " ."]
     assert len(readme_lines) >= 7
     positions = [lines.index(mask_numbers(line)) for line in readme_lines]
