@@ -307,7 +307,7 @@ def train(
             bad_step += (~grad_norm.isfinite() & (bad_step == 0)) * step
             if is_fused:
                 optimizer.found_inf = (bad_step > 0).float().to(groups[0]["params"][0].device)
-        lr = optim.lr * factor(step - 1)
+        lr = optim.lr * factor(step - 1)  # of the step alone, so no scheduler has to be saved
         for group in optimizer.param_groups:
             group["lr"] = lr
         if skips or bad_step == 0:

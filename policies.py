@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from core.args import Optim, Run, Size, Switch
+from core.args import Size, Switch
 from core.ranks import Problem, environment_size, print0
 from core.weights import library_class
 
@@ -66,9 +66,34 @@ class Sharding:
     """torch.compile each block"""
 
     def problems(self, args: Any) -> list[str]:
-        """Choose --precision auto; return messages for what would not train as asked for."""
+        """Choose --precision auto; return a message for each combination of the flags of a script's
+        `args` that would not train as asked for."""
         self.precision = compute_precision(self.precision)
-        return problems(self, args.optim, args.run)
+        strategy, no_sync = self.strategy, args.optim.accumulate_no_sync
+        processes = environment_size()
+        group = self.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        trains = not (args.run.evaluate_only or args.run.export_only)
+        is_whole = processes == 1 or strategy == "no_shard"
+        syncs_each_batch = args.optim.gradient_accumulation_steps > 1 and not no_sync
+        is_fsdp1 = self.fsdp == 1 and strategy != "ddp"
+        rules = {
+            # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
+            "--cpu-offload needs --fsdp 2, or several processes, a --strategy that shards, and "
+            "--accumulate-no-sync if gradients are accumulated.": (
+                self.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
+            ),
+            "--cpu-offload cannot be used with ddp.": self.cpu_offload and strategy == "ddp",
+            f"--strategy {strategy} needs --fsdp 1.": (
+                self.fsdp == 2 and strategy in ("no_shard", "ddp")
+            ),
+            "--accumulate-no-sync cannot be used with no_shard.": (
+                no_sync and strategy == "no_shard"
+            ),
+            # A group of 1 never synchronizes gradients.
+            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
+            "processes.": strategy == "hybrid_shard" and (group <= 1 or processes % group),
+        }
+        return [message for message, is_wrong in rules.items() if is_wrong]
 
 
 def compute_precision(precision: str) -> str:
@@ -78,34 +103,6 @@ def compute_precision(precision: str) -> str:
     has_gpu = torch.accelerator.is_available()
     is_native = has_gpu and torch.get_device_module().is_bf16_supported(including_emulation=False)
     return "bf16" if is_native else "fp32"
-
-
-def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
-    """Return a message for each combination that would not train as asked for."""
-    strategy, no_sync = args.strategy, optim.accumulate_no_sync
-    processes = environment_size()
-    group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    trains = not (run.evaluate_only or run.export_only)
-    is_whole = processes == 1 or strategy == "no_shard"
-    syncs_each_batch = optim.gradient_accumulation_steps > 1 and not no_sync
-    is_fsdp1 = args.fsdp == 1 and strategy != "ddp"
-    rules = {
-        # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-        "--cpu-offload needs --fsdp 2, or several processes, a --strategy that shards, and "
-        "--accumulate-no-sync if gradients are accumulated.": (
-            args.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
-        ),
-        "--cpu-offload cannot be used with ddp.": args.cpu_offload and strategy == "ddp",
-        f"--strategy {strategy} needs --fsdp 1.": (
-            args.fsdp == 2 and strategy in ("no_shard", "ddp")
-        ),
-        "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
-        # A group of 1 never synchronizes gradients.
-        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes.": (
-            strategy == "hybrid_shard" and (group <= 1 or processes % group)
-        ),
-    }
-    return [message for message, is_wrong in rules.items() if is_wrong]
 
 
 def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:

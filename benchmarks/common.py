@@ -140,6 +140,7 @@ class RandomTensors(dict):
     """Shapes and dtypes by name, looked up as random tensors on this process's device."""
 
     def pop(self, name: str) -> torch.Tensor:
+        """Return a random tensor of the shape and dtype under a name."""
         shape, dtype = self.get(name)
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         return torch.randn(shape, device=device).mul_(0.02).to(dtype)

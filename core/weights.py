@@ -167,6 +167,7 @@ class _Stored(Tensor):
     """A tensor that Transformers cannot cast to fp32 when it loads a file: a cast copies."""
 
     def to(self, *_: Any, **__: Any) -> "_Stored":
+        """Return the tensor itself."""
         return self
 
 

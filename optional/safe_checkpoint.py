@@ -21,6 +21,7 @@ ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that `.metadata` may use. Raise UnpicklingError for others."""
         module = module.removesuffix("._local")  # pathlib's classes, if Python 3.13 saved them
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or f"{module}.{name}" in ALLOWED:
