@@ -153,6 +153,9 @@ def run(main: Callable[[Any], None], args: Any) -> NoReturn:
         exit_with(error)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # torch's names the rank
+        # torchrun names the rank that ends first as the cause: ranks that lost it must end later.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1)
         end(1)
     end(0)
 
