@@ -123,8 +123,8 @@ def fsdp_main(args: Args) -> None:
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
     write_status(output, "running")
-    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-    if is_finished or (is_finished is None and not was_finished):
+    is_finished = train(args, device, model, tokenizer, *data, shapes, newest, was_finished)
+    if is_finished:
         export_model(model, tokenizer, output / "final", dtype)
     write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
@@ -218,11 +218,11 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @watchdog.watched()  # optional: watchdog
 def train(
-    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
-    shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
+    val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None, was_finished: bool
 ) -> bool | None:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
-    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that was
+    done before, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -254,7 +254,7 @@ def train(
         state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
-    if start >= total_steps and not state["eval_due"]:
+    if was_finished and start >= total_steps:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
         return None
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
@@ -362,7 +362,7 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
+    log.write("done", state["step"], best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 
 

@@ -93,13 +93,13 @@ def train(
     It makes a step for each list that the generator `steps` yields. The generator gets those of the
     script's loader, and goes on when a step is done. Several threads may call this.
     """
-    model, *known = load(script, args, device)
+    model, tokenizer, shapes = load(script, args, device)
     _here.steps = steps
     script.progress, script.StopRequest = _own_steps, NoRequest
     script.evaluate = lambda *_: False
     args.run.output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(StepsDone):
-        script.train(args, device, model, *known, train_set, {}, None)
+        script.train(args, device, model, tokenizer, train_set, {}, shapes, None, False)
     return model
 
 

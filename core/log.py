@@ -131,14 +131,14 @@ def peak_memory() -> float:
 
 
 def _truncate(path: Path, step: int, eval_due: bool) -> None:
-    """Delete invalid lines and events that will be repeated: after `step`, for step 0 all, and with
-    `eval_due` the validation of this step."""
+    """Delete invalid lines and events that will be repeated: after `step`, for step 0 all, the end
+    of the run, and with `eval_due` the validation of this step."""
     kept = []
     path.touch()
     for line in path.read_text(errors="replace").splitlines() if step else []:
         with contextlib.suppress(ValueError):  # cut off by a power failure
             event = json.loads(line)
-            is_repeated = eval_due and event["event"] in ("val", "done")
+            is_repeated = event["event"] == "done" or eval_due and event["event"] == "val"
             if event["step"] < step or event["step"] == step and not is_repeated:
                 kept.append(line + "\n")
     temporary = path.with_name("tmp-metrics.jsonl")

@@ -101,11 +101,14 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
 
 def pick(parts: Parts, split: str) -> Parts:
     """Return one split or slice, such as train[:1000], as {"train": rows}; if "", train and
-    validation. Raise ValueError if there is no such split."""
+    validation. Raise Problem if there is no such split."""
     if not split and "train" in parts:
         return {key: parts[key] for key in ("train", "validation") if key in parts}
     sizes = {key: len(rows) for key, rows in parts.items()}
-    pieces = ReadInstruction.from_spec(split or "train").to_absolute(sizes)
+    try:
+        pieces = ReadInstruction.from_spec(split or "train").to_absolute(sizes)
+    except ValueError as error:
+        raise Problem(str(error)) from None
     chosen = [parts[x.splitname].select(range(x.from_, x.to)) for x in pieces]
     return {"train": concatenate_datasets(chosen)}
 

@@ -156,12 +156,17 @@ def test_two_processes_evaluate_like_one(run_copy, flags, tmp_path):
         assert one[kind] == two[kind] > 0
 
 
-def test_training_logs_the_scores_of_an_evaluation(run_copy, flags):
+def test_training_logs_the_scores_of_an_evaluation(run_copy, flags, t5_directory):
     final = [*flags, "--model-name", run_copy / "final", "--output-dir", run_copy]
     assert start(T5_training, *final, "--evaluate-only", "--rouge-samples", "32") == 0
     (done,) = metrics(run_copy, "done")
     scores = {key: value for key, value in done.items() if "rouge" in key}
     assert len(scores) == 3 and scores == {key: evaluation(run_copy)[key] for key in scores}
+    (run_copy / "status").write_text("running\nsaved step 90\n")  # as a kill in ROUGE leaves it
+    own = ["--model-name", t5_directory, "--output-dir", run_copy]
+    assert start(T5_training, *flags, *own) == 0
+    (again,) = metrics(run_copy, "done")
+    assert {key: again[key] for key in scores} == scores
 
 
 def test_missing_package_is_named_before_training(monkeypatch):

@@ -185,7 +185,7 @@ def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
     train, val = load(dataset="wikihow:train[:10]", **flags)
     assert train == splits["train"][:10] and val == splits["test"]
     assert load(evaluate_only=True, **flags) == [[], splits["test"]]
-    with pytest.raises(ValueError, match='Unknown split "dev"'):
+    with pytest.raises(Problem, match='Unknown split "dev"'):
         load(dataset="wikihow:dev", data_dir=tmp_path)
 
 
