@@ -80,7 +80,7 @@ def main() -> None:
     texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
     texts["requirements.txt"] = requirements(files)
     name = Path(args.script).stem
-    readme = {"SCRIPT": args.script, "NAME": name}
+    readme = {"SCRIPT": args.script, "output/NAME": f"output/{name}"}
     words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
     words["launch.slurm"] = {"script=T5_training.py": f"script={args.script}"}
     total = 0
