@@ -40,7 +40,6 @@ STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "no_shard": ShardingStrategy.NO_SHARD,
     "ddp": None,  # DistributedDataParallel, the baseline
 }
 Classes = tuple[type[nn.Module], ...]
@@ -69,26 +68,21 @@ class Sharding:
         """Choose --precision auto; return a message for each combination of the flags of a script's
         `args` that would not train as asked for."""
         self.precision = compute_precision(self.precision)
-        strategy, no_sync = self.strategy, args.optim.accumulate_no_sync
+        strategy = self.strategy
         processes = environment_size()
         group = self.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         trains = not (args.run.evaluate_only or args.run.export_only)
-        is_whole = processes == 1 or strategy == "no_shard"
+        no_sync = args.optim.accumulate_no_sync
         syncs_each_batch = args.optim.gradient_accumulation_steps > 1 and not no_sync
         is_fsdp1 = self.fsdp == 1 and strategy != "ddp"
         rules = {
             # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-            "--cpu-offload needs --fsdp 2, or several processes, a --strategy that shards, and "
-            "--accumulate-no-sync if gradients are accumulated.": (
-                self.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
+            "--cpu-offload needs --fsdp 2, or several processes, and --accumulate-no-sync if "
+            "gradients are accumulated.": (
+                self.cpu_offload and is_fsdp1 and trains and (processes == 1 or syncs_each_batch)
             ),
             "--cpu-offload cannot be used with ddp.": self.cpu_offload and strategy == "ddp",
-            f"--strategy {strategy} needs --fsdp 1.": (
-                self.fsdp == 2 and strategy in ("no_shard", "ddp")
-            ),
-            "--accumulate-no-sync cannot be used with no_shard.": (
-                no_sync and strategy == "no_shard"
-            ),
+            "--strategy ddp needs --fsdp 1.": self.fsdp == 2 and strategy == "ddp",
             # A group of 1 never synchronizes gradients.
             "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
             "processes.": strategy == "hybrid_shard" and (group <= 1 or processes % group),

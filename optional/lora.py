@@ -27,7 +27,6 @@ from core.reading import digest
 
 ADAPTER = ".lora_"  # in the names of adapters
 BLOCK = 64  # weights that share a scale
-FSDP1_ONLY = ("ddp", "no_shard")  # strategies
 
 
 @dataclass
@@ -52,9 +51,8 @@ class Lora:
             changed = [name for name, x in vars(self).items() if x != defaults[name]]
             return [f"--{x.replace('_', '-')} needs adapters. Pass --lora-rank." for x in changed]
         problems = []
-        if args.sharding.strategy in FSDP1_ONLY or args.sharding.fsdp == 1:
-            problems.append("--lora-rank needs --fsdp 2 and --strategy full_shard, hybrid_shard or "
-                            "shard_grad_op.")  # fmt: skip
+        if args.sharding.strategy == "ddp" or args.sharding.fsdp == 1:
+            problems.append("--lora-rank needs --fsdp 2, and not --strategy ddp.")
         if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
             problems.append("--load-in-4bit needs torch 2.13 or newer.")
         return problems
@@ -63,7 +61,7 @@ class Lora:
 def choose_fsdp(args: Any) -> None:
     """Set --fsdp to 2 in a script's arguments if adapters are trained and it is not passed."""
     is_passed = any(word.partition("=")[0] == "--fsdp" for word in sys.argv)
-    if args.adapters.lora_rank and not is_passed and args.sharding.strategy not in FSDP1_ONLY:
+    if args.adapters.lora_rank and not is_passed and args.sharding.strategy != "ddp":
         args.sharding.fsdp = 2
 
 

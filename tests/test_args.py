@@ -62,13 +62,13 @@ def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
 def test_values_out_of_range_and_combinations_are_one_message():
     flags = ["--batch-size", "0", "--lr", "1e30", "--warmup-ratio", "1", "--weight-decay", "nan"]
     with pytest.raises(Refused) as error:
-        parse(gpt2_fsdp, *flags, "--strategy", "no_shard", "--fsdp", "2", "--wrap", "size")
+        parse(gpt2_fsdp, *flags, "--strategy", "ddp", "--fsdp", "2", "--wrap", "size")
     assert str(error.value) == (
         "--batch-size is 0, but must be at least 1, below 2,147,483,648. "
         "--lr is 1e+30, but must be at least 1e-12, below 10. "
         "--warmup-ratio is 1.0, but must be at least 0, below 1. "
         "--weight-decay is nan, but must be at least 0, below 2,147,483,648. "
-        "--wrap size is neither block nor size:N. --strategy no_shard needs --fsdp 1."
+        "--wrap size is neither block nor size:N. --strategy ddp needs --fsdp 1."
     )
 
 

@@ -245,7 +245,7 @@ for line in (ROOT / "docs/fsdp1-or-2.md").read_text().splitlines():
 ACCUMULATE = ["--gradient-accumulation-steps", "2"]
 RULES = {  # script, processes and flags of each row that is a rule
     "LoRA and QLoRA": (llama_fsdp, 2, ["--lora-rank", "4"]),
-    "`--strategy no_shard`": (gpt2_fsdp, 2, ["--strategy", "no_shard"]),
+    "`--strategy ddp`": (gpt2_fsdp, 2, ["--strategy", "ddp"]),
     "size-based wrapping (`gpt2_fsdp.py`)": (gpt2_fsdp, 2, ["--wrap", "size:1000"]),
     "`--optimizer paged_adamw_32bit`": (llama_fsdp, 2, ["--optimizer", "paged_adamw_32bit"]),
     "`--cpu-offload` on one GPU": (gpt2_fsdp, 1, ["--cpu-offload"]),
@@ -279,7 +279,6 @@ def test_parser_follows_the_table_of_fsdp1_or_2(row, fsdp, monkeypatch):
 @pytest.mark.parametrize("processes, flags, message", [
     (1, ["--cpu-offload", *ACCUMULATE, "--fsdp", "2"], ""),
     (2, ["--cpu-offload", *ACCUMULATE, "--accumulate-no-sync"], ""),
-    (2, ["--strategy", "no_shard", "--accumulate-no-sync"], "cannot be used with no_shard"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "1"], "--shard-group-size above 1"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "3"], "that divides the processes"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "2"], ""),

@@ -30,7 +30,7 @@ CHAIN = [
      "--async-save"],
     ["--precision", "fp16", "--cpu-offload"],
     ["--precision", "fp16", "--strategy", "ddp"],
-    ["--precision", "fp32", "--strategy", "no_shard"],
+    ["--precision", "fp32", "--strategy", "ddp"],
     ["--fsdp", "2", "--precision", "bf16", "--cpu-offload", "--async-save"],
     ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op", "--async-save"],
 ]  # fmt: skip

@@ -30,7 +30,6 @@ TWO_MICRO_BATCHES = ["--batch-size", "2", "--gradient-accumulation-steps", "2"]
 SHARED_VARIANTS = {
     "full_shard": [],
     "shard_grad_op": ["--strategy", "shard_grad_op"],
-    "no_shard": ["--strategy", "no_shard"],
     "ddp": ["--strategy", "ddp"],
     "accumulate": TWO_MICRO_BATCHES,
     "accumulate_no_sync": [*TWO_MICRO_BATCHES, "--accumulate-no-sync"],
