@@ -43,7 +43,7 @@ import optional.watchdog as watchdog  # optional: watchdog
 import policies
 import summarization_dataset
 from core import checkpoint, ranks, weights
-from core.args import Optim, Run, checked, parse
+from core.args import Model, Optim, Run, checked, parse
 from core.export import EXPORT_DTYPES, export_model
 from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
@@ -58,16 +58,8 @@ TINY_CONFIG = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_he
 
 
 @dataclass
-class Model:
-    """What is trained."""
-
-    model_name: str = "google-t5/t5-base"
-    """hub id, directory, or tiny (random, no download)"""
-
-
-@dataclass
 class Args:
-    model: Model = field(default_factory=Model)
+    model: Model = field(default_factory=lambda: Model("google-t5/t5-base"))
     data: summarization_dataset.Data = field(default_factory=summarization_dataset.Data)
     optim: Optim = field(default_factory=Optim)
     sharding: policies.Sharding = field(default_factory=policies.Sharding)
@@ -96,7 +88,7 @@ def fsdp_main(args: Args) -> None:
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
-    ranks.set_seed(args.optim.seed)
+    torch.manual_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
         newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
@@ -222,7 +214,7 @@ def train(
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     state["identity"] |= ranks.compare_ranks({"--group-by-length": args.data.group_by_length})
-    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    torch.manual_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
     save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
@@ -292,7 +284,7 @@ def train(
         optimizer.zero_grad()
         state |= {"step": step, "tokens": state["tokens"] + tokens}
         if step == start + 1:  # from now on there is something to lose
-            dist.barrier(group=ranks.cpu_group())
+            dist.barrier(group=ranks.cpu_group)
             stop.listen()
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.

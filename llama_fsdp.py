@@ -101,7 +101,7 @@ def fsdp_main(args: Args) -> None:
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
-    ranks.set_seed(args.optim.seed)
+    torch.manual_seed(args.optim.seed)
     newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     safe_checkpoint.check(newest)  # optional: safe_checkpoint
@@ -247,7 +247,7 @@ def train(
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
-    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    torch.manual_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
     save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
@@ -316,7 +316,7 @@ def train(
         optimizer.zero_grad()
         state |= {"step": step, "tokens": state["tokens"] + tokens}
         if step == start + 1:  # from now on there is something to lose
-            dist.barrier(group=ranks.cpu_group())
+            dist.barrier(group=ranks.cpu_group)
             stop.listen()
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.

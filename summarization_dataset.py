@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core import reading
 from core.args import Interval, Names, Range
 from core.ranks import Batch, Problem, print0
-from core.steps import StepSampler, pad
+from core.steps import StepSampler
 from core.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
@@ -326,6 +326,16 @@ class LengthSampler(StepSampler):
             longest = self.lengths[steps].sum(dim=1).argmax().item()
             steps[[0, longest]] = steps[[longest, 0]]
         return torch.cat((steps.flatten(), remainder))
+
+
+def pad(rows: list, value: int, multiple: int) -> Tensor:
+    """Return rows of ints as int64 [rows, length], padded with `value`. The length is that of the
+    longest row, rounded up to a multiple of `multiple`."""
+    width = -(-max(1, *map(len, rows)) // multiple) * multiple
+    array = np.full((len(rows), width), value)
+    for target, row in zip(array, rows, strict=True):
+        target[: len(row)] = row
+    return torch.from_numpy(array)
 
 
 def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int) -> Batch:

@@ -315,7 +315,7 @@ def relay(
             batons[name].acquire()
             if failed or len(timing["seconds"]) == turns + 1:
                 raise TurnsDone
-            dist.all_reduce(torch.zeros(1), group=ranks.cpu_group())
+            dist.all_reduce(torch.zeros(1), group=ranks.cpu_group)
             starts[name] = time.perf_counter(), time.process_time()
             left[name] = steps
 

@@ -83,7 +83,7 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait, and torchrun ends them
     peak = torch.tensor(peak_memory())
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group)
     if dist.get_rank() == 0:
         median = statistics.median(seconds[2:])
         samples = args.optim.batch_size * dist.get_world_size() / median

@@ -222,11 +222,11 @@ def synchronize() -> None:
 def timed(action: Callable[..., Any], *parts: Any) -> float:
     """Run an action on all ranks together; return the seconds until all have finished."""
     synchronize()
-    dist.barrier(group=ranks.cpu_group())
+    dist.barrier(group=ranks.cpu_group)
     start = time.perf_counter()
     action(*parts)
     synchronize()
-    dist.barrier(group=ranks.cpu_group())
+    dist.barrier(group=ranks.cpu_group)
     return time.perf_counter() - start
 
 
@@ -235,7 +235,7 @@ def with_memory(action: Callable[..., Any], *parts: Any) -> tuple[float, float]:
     with AnonymousMemory() as memory:
         seconds = timed(action, *parts)
     rise = torch.tensor(memory.peak - memory.first)
-    dist.all_reduce(rise, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
+    dist.all_reduce(rise, op=dist.ReduceOp.MAX, group=ranks.cpu_group)
     return seconds, rise.item()
 
 
@@ -269,7 +269,7 @@ def worker(options: argparse.Namespace) -> None:
     if stage == "save":
         result = save(way, options.saves)
     elif stage == "resume":
-        dist.barrier(group=ranks.cpu_group())
+        dist.barrier(group=ranks.cpu_group)
         start = time.perf_counter()
         result = {"resume": way.resume() - start}
     else:

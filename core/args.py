@@ -7,13 +7,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import tyro
 
 from .ranks import environment_size, exit_with
-
-T = TypeVar("T")
 
 
 class Range(NamedTuple):
@@ -107,7 +105,7 @@ class Optim:
     """of weights, data order and dropout"""
 
 
-def parse(kind: type[T], docstring: str, tiny: T) -> T:
+def parse(kind: type, docstring: str, tiny: Any) -> Any:
     """Return the arguments of sys.argv, or exit with a message if they cannot be parsed. `tiny` are
     the defaults if `model.model_name` is tiny."""
     description = "\n".join(docstring.split("\n\n")[:2])  # the first line and the commands
@@ -130,7 +128,7 @@ def parse(kind: type[T], docstring: str, tiny: T) -> T:
     return args
 
 
-def checked(args: T) -> T:
+def checked(args: Any) -> Any:
     """Return `args`, with --global-batch-size cut into micro-batches. Exit with one message for all
     numbers out of the Range of their annotations, repeated lists, of which tyro would keep the last
     part, and messages that the methods `problems` of sections return, given `args`."""

@@ -135,7 +135,7 @@ def save(
     A thread needs a `group` of its own. Raise OSError on all ranks if it fails.
     """
     copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
-    group = group or ranks.cpu_group()
+    group = group or ranks.cpu_group
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     # 24 s per save of 70B on 64 ranks. Before 2.13 a save that fails breaks the next.
     planner = dcp.DefaultSavePlanner(enable_plan_caching=torch.__version__ >= (2, 13))
@@ -232,7 +232,7 @@ def load(
         for generator, value in zip(_generators(), states["random"].values(), strict=True):
             generator.set_rng_state(value)
     else:
-        ranks.set_seed(state["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
+        torch.manual_seed(state["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
         print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
     return saved | {name: state[name] for name in ("identity", "flags", "settings")}
 
@@ -273,4 +273,4 @@ def _random_states() -> dict[str, dict[str, Tensor]]:
 
 def read(path: Path, tensors: dict[str, Any]) -> None:
     """Fill nested dicts of tensors in place with this rank's parts of a checkpoint."""
-    dcp.load(tensors, checkpoint_id=path, process_group=ranks.cpu_group())
+    dcp.load(tensors, checkpoint_id=path, process_group=ranks.cpu_group)

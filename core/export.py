@@ -45,18 +45,15 @@ def export_model(
     """Write a wrapped model as a directory that `from_pretrained` loads, floats in `stored_dtype`;
     when complete, it replaces `path`. `check_stop`, called before each tensor, may raise to stop.
     """
-    tensors = whole_tensors(model, dtype, check_stop)
+    plain = unwrapped(model)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in model_weights(model).items():
+            check_stop()
+            yield name, gather(tensor, stored_dtype(plain, name, dtype))
+
     with new_directory(path) as temporary:
-        write_model(unwrapped(model), tensors, tokenizer, temporary, dtype)
-
-
-def whole_tensors(
-    model: nn.Module, dtype: torch.dtype, check_stop: Callable[[], None]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter and persistent buffer of a model, tied ones once."""
-    for name, tensor in model_weights(model).items():
-        check_stop()
-        yield name, gather(tensor, stored_dtype(unwrapped(model), name, dtype))
+        write_model(plain, tensors(), tokenizer, temporary, dtype)
 
 
 def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -91,16 +88,25 @@ def write_model(
     with ThreadPoolExecutor(1) as thread:
         for content in _files_of(tensors):
             wait(files)
-            files.append(thread.submit(_save, hf_model, content, directory / f"part-{len(files)}"))
+            path = directory / f"part-{len(files) + 1}"
+            files.append(thread.submit(_save, hf_model, content, path))
 
     def finish() -> None:
-        keys = _name_files([file.result() for file in files], directory)
+        weight_map: dict[str, str] = {}
+        for i, file in enumerate(files, start=1):
+            name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            name = name if len(files) > 1 else "model.safetensors"
+            weight_map |= dict.fromkeys(file.result(), name)  # raises the errors of the thread
+            (directory / f"part-{i}").rename(directory / name)
+        if len(files) > 1:
+            index = {"metadata": {}, "weight_map": weight_map}
+            _write_json(index, directory / "model.safetensors.index.json")
         base = Path(model.config.name_or_path or "no base")
         settings = _settings(model.config, base / "config.json")
         settings["model_type"] = model.config.model_type
         settings["architectures"] = [type(hf_model).__name__]
         settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-        if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
+        if not hf_model.all_tied_weights_keys.keys().isdisjoint(weight_map):
             settings["tie_word_embeddings"] = False  # T5's config always says true
         _write_json(settings, directory / "config.json")
         add_stops(model.generation_config, tokenizer)
@@ -178,30 +184,14 @@ def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
         yield pending
 
 
-def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
-    """Write tensors by name with `save_pretrained`'s keys; return the bytes by key. Rank 0 only."""
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> list[str]:
+    """Write tensors by name with `save_pretrained`'s keys; return these keys."""
     stored = revert_weight_conversion(model, tensors)
     try:
         save_file({key: x.contiguous() for key, x in stored.items()}, path, {"format": "pt"})
     except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
-    return {key: x.nbytes for key, x in stored.items()}
-
-
-def _name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
-    """Name the parts as `save_pretrained` does, with an index if there are several; return the keys
-    of their tensors. `sizes` has each part's bytes by key. Rank 0 only."""
-    weight_map: dict[str, str] = {}
-    count = len(sizes)
-    for i, keys in enumerate(sizes):
-        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-        (directory / f"part-{i}").rename(directory / name)
-        weight_map |= dict.fromkeys(keys, name)
-    if count > 1:
-        total = sum(sum(keys.values()) for keys in sizes)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(index, directory / "model.safetensors.index.json")
-    return set(weight_map)
+    return list(stored)
 
 
 def _write_json(value: dict[str, Any], path: Path) -> None:

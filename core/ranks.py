@@ -4,7 +4,6 @@ docstring differs."""
 import contextlib
 import ctypes
 import os
-import random
 import signal
 import sys
 import time
@@ -14,7 +13,6 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 Batch = dict[str, Tensor | int]  # of a `collate` function
 
-_cpu_group: dist.ProcessGroup | None = None  # None: the default group
+cpu_group: dist.ProcessGroup | None = None  # for objects and CPU memory; None: the default group
 
 
 class Problem(ValueError):
@@ -37,7 +35,7 @@ class Problem(ValueError):
 def setup(timeout_minutes: float) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs), or without torchrun one of this process
     alone; return this process's device."""
-    global _cpu_group
+    global cpu_group
     timeout = timedelta(minutes=timeout_minutes)
     device = torch.device("cpu")
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
@@ -56,15 +54,10 @@ def setup(timeout_minutes: float) -> torch.device:
         backend, device_id=device if device.index is not None else None, **group
     )
     # A group of its own: with cpu:gloo,cuda:nccl FSDP1 would not offload optimizer state dicts.
-    _cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     return device
-
-
-def cpu_group() -> dist.ProcessGroup | None:
-    """Return the group for objects and tensors in CPU memory. Any rank may call this."""
-    return _cpu_group
 
 
 def environment_size() -> int:
@@ -72,17 +65,10 @@ def environment_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
-def set_seed(seed: int) -> None:
-    """Seed random, NumPy and PyTorch. Transformers' function imports peft and bitsandbytes."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def host_sums(numbers: Sequence[int]) -> list[int]:
     """Return the sum of each number over all ranks. Hosts wait for hosts, and for no device."""
     sums = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(sums, group=_cpu_group)
+    dist.all_reduce(sums, group=cpu_group)
     return sums.tolist()
 
 
@@ -94,7 +80,7 @@ def on_every_rank(function: Callable[..., Any], *args: Any, group: Any = None) -
     except (OSError, ValueError) as error:
         outcome = None, error.with_traceback(None)  # frames would keep their variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome, group=group or _cpu_group)
+    dist.all_gather_object(outcomes, outcome, group=group or cpu_group)
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -171,7 +157,7 @@ def exit_with(error: object) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End the process when all ranks are here: a launcher may end all when one ends."""
-    dist.barrier(group=_cpu_group)
+    dist.barrier(group=cpu_group)
     end(code)
 
 

@@ -30,7 +30,6 @@ Parts = dict[str, Dataset]  # rows or samples by split: train, and maybe validat
 
 LINE = "json line"  # the only column of files: a row as JSON, which `parse` reads
 UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV files
-ROW = "number of the row"  # a column of samples, until rows are counted
 TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask",
@@ -62,8 +61,9 @@ def load_sets(
         if not evaluate_only:
             train.append(draw(name, "train", parts["train"], args.num_train_samples))
     for name, rows in validation.items():
-        validation[name] = join([draw(name, "validation", rows, args.num_val_samples)])
-    return join(train) if train else None, validation
+        samples = draw(name, "validation", rows, args.num_val_samples)
+        validation[name] = samples.with_format("numpy")
+    return concatenate_datasets(train).with_format("numpy") if train else None, validation
 
 
 def read(spec: str, config: str | None = None, text_rows: Callable | None = None) -> Parts:
@@ -226,15 +226,13 @@ def map_rows(
     rows = rows.with_format(None)
     wanted = {LINE, *MASKS, *PACKED, *columns}
     rows = rows.select_columns([x for x in rows.column_names if x in wanted])
-    kinds = Features({**features, ROW: Value("int64")})
     skipped: list[int] = []  # by this process
 
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         samples = []
         for number, *values in zip(numbers, *columns.values(), strict=True):
             try:
-                parts = function(parse(dict(zip(columns, values, strict=True))))
-                samples += [part | {ROW: number} for part in parts]
+                samples += function(parse(dict(zip(columns, values, strict=True))))
             except Problem as error:  # of the data set, not of a row
                 raise Problem(f"{name}, row {number + 1}: {error}") from None
             except (ValueError, TypeError, AttributeError) as error:
@@ -244,7 +242,7 @@ def map_rows(
                 skipped.append(number)
                 if len(skipped) <= 10:
                     print0(f"Skipped {problem}")
-        return {kind: [sample[kind] for sample in samples] for kind in kinds}
+        return {kind: [sample[kind] for sample in samples] for kind in features}
 
     # Sockets of the processes are files in this directory, and their paths have 107 bytes at most.
     is_large = len(rows) > LARGE and len(tempfile.gettempdir()) < 60
@@ -253,15 +251,14 @@ def map_rows(
     key = cache_key(function, rows._fingerprint, name, bad_rows, sorted(features), *key)
     samples = rows.map(
         convert, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
-        remove_columns=rows.column_names, features=kinds,
+        remove_columns=rows.column_names, features=Features(features),
         num_proc=len(os.sched_getaffinity(0)) if is_large else None,
     )  # fmt: skip
-    used = len(samples.unique(ROW))
-    if used == 0:
+    if len(samples) == 0:
         raise Problem(f"Data set {name} has no usable rows among {len(rows)}.")
-    if used < len(rows):
-        print0(f"{name}: {used:,} of {len(rows):,} rows used")
-    return samples.remove_columns(ROW)
+    if len(samples) != len(rows):
+        print0(f"{name}: {len(samples):,} samples of {len(rows):,} rows")
+    return samples
 
 
 def token_ids(
@@ -306,11 +303,6 @@ def sample(rows: Dataset, limit: int) -> Dataset:
     """Return `limit` random rows (0: all), the same in every run."""
     number = min(limit or len(rows), len(rows))
     return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
-
-
-def join(parts: list[Dataset]) -> Dataset:
-    """Return the rows of all parts, read as NumPy arrays."""
-    return concatenate_datasets(parts).with_format("numpy")
 
 
 def fingerprint(samples: Any) -> str:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,16 +78,6 @@ def ordered_loader(
         samples, batch_sampler=batches, collate_fn=collate, pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from dropout's
     )  # fmt: skip
-
-
-def pad(rows: list, value: int, multiple: int) -> Tensor:
-    """Return rows of ints as int64 [rows, length], padded with `value`. The length is that of the
-    longest row, rounded up to a multiple of `multiple`."""
-    width = -(-max(1, *map(len, rows)) // multiple) * multiple
-    array = np.full((len(rows), width), value)
-    for target, row in zip(array, rows, strict=True):
-        target[: len(row)] = row
-    return torch.from_numpy(array)
 
 
 def parameter_groups(model: nn.Module, shapes: dict[str, torch.Size], decay: float) -> list[dict]:

@@ -4,7 +4,6 @@ a collective, and nothing tells where it was.
 
 import contextlib
 import faulthandler
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -12,18 +11,15 @@ from typing import IO
 import torch.distributed as dist
 
 _file: IO[str] | None = None  # open from the first step on
-_last_restart = 0.0
 
 
 def restart(directory: Path, timeout_minutes: float) -> None:
     """Write the stacks of all threads to DIRECTORY/stacks-rank-N.txt if neither this function nor
     `stop` is called for a third of the time-out. Any rank may call this."""
-    global _file, _last_restart
+    global _file
     if _file is None:
         _file = (directory / f"stacks-rank-{dist.get_rank()}.txt").open("w")
-    if time.monotonic() > _last_restart + 1:  # each call starts a thread
-        _last_restart = time.monotonic()
-        faulthandler.dump_traceback_later(timeout_minutes * 20, file=_file)
+    faulthandler.dump_traceback_later(timeout_minutes * 20, file=_file)
 
 
 @contextlib.contextmanager
@@ -37,8 +33,8 @@ def watched() -> Iterator[None]:
 
 def stop() -> None:
     """Write no more stacks, and delete the file if it is empty. Any rank may call this."""
-    global _file, _last_restart
+    global _file
     faulthandler.cancel_dump_traceback_later()
     if _file is not None and _file.seek(0, 2) == 0:  # its size
         Path(_file.name).unlink(missing_ok=True)
-    _file, _last_restart = None, 0.0
+    _file = None

@@ -532,7 +532,7 @@ def small() -> Dataset:
     ids = [[i % 250 + 3, *range(3, 4 + i % 30)] for i in range(300)]
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids]}
     features = Features({k: chat_dataset.FEATURES[k] for k in columns})
-    return reading.join([Dataset.from_dict(columns, features)])
+    return Dataset.from_dict(columns, features).with_format("numpy")
 
 
 def test_packs_depend_on_seed_and_epoch(small):

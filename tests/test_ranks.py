@@ -84,7 +84,7 @@ def test_environment_without_a_rank_is_one_process(variables, monkeypatch):
         monkeypatch.setenv(name, value)
     assert ranks.environment_size() == 1
     assert ranks.setup(timeout_minutes=1.0) == torch.device("cpu")
-    assert dist.get_world_size() == 1 and ranks.cpu_group() is None
+    assert dist.get_world_size() == 1 and ranks.cpu_group is None
     dist.destroy_process_group()
 
 

@@ -181,7 +181,7 @@ def test_bad_rows_are_skipped_and_named(tmp_path, capfd):
     assert texts(tmp_path / "x.csv", "skip") == [f"text {i}" for i in range(60)]
     printed = capfd.readouterr().out
     assert printed.count("Skipped") == 10 and "row 61: the row has more" in printed
-    assert "x.csv: 60 of 73 rows used" in printed
+    assert "x.csv: 60 samples of 73 rows" in printed
     (tmp_path / "all.jsonl").write_text(jsonl([{"text": 1, "headline": "x"}] * 6))
     with pytest.raises(Problem, match="all.jsonl has no usable rows among 6"):
         texts(tmp_path / "all.jsonl", "skip")

@@ -127,7 +127,7 @@ def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
     train, val = load(data_dir=tmp_path)
     assert (sorted(train), val) == (sorted(splits["train"]), splits["validation"])
     out = capsys.readouterr().out
-    assert "wikihow: 305 of 308 rows used" in out
+    assert "wikihow: 305 samples of 308 rows" in out
     assert f"train {len(splits['train'])}, validation {len(val)}, test " in out
 
 
@@ -157,7 +157,7 @@ def test_title_lists_define_the_splits(tmp_path, capsys):
     assert [summary for _, summary in train] == ["Do 0.", "Do 1.", "Do 2."]
     assert [summary for _, summary in val] == ["Do 3.", "Do 4.", "Do 5."]  # 3 is in both lists
     out = capsys.readouterr().out
-    assert "wikihow: 7 of 9 rows used" in out
+    assert "wikihow: 7 samples of 9 rows" in out
     assert "train 3, validation 3, test 1" in out
 
 

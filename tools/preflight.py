@@ -146,7 +146,7 @@ def check_machines(args: Namespace) -> list[str]:
         print(f"a step of {args.model_name} ({step['tokens']:,} tokens per process, {STRATEGY})")
         print(f"is bound by {BOUNDS[step['bound_by']]}: at least {', '.join(parts)}")
         print(*notes, *(faults or ["All ranks are fine."]), sep="\n", flush=True)
-    dist.barrier(group=ranks.cpu_group())
+    dist.barrier(group=ranks.cpu_group)
     return faults
 
 
@@ -219,8 +219,8 @@ def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
 
     Raise RuntimeError with the ranks that do not arrive within `timeout`.
     """
-    dist.monitored_barrier(ranks.cpu_group(), timeout, wait_all_ranks=True)
-    dist.barrier(group=ranks.cpu_group())  # starts all ranks at the same time
+    dist.monitored_barrier(ranks.cpu_group, timeout, wait_all_ranks=True)
+    dist.barrier(group=ranks.cpu_group)  # starts all ranks at the same time
     start = time.perf_counter() - seconds_without_core()
     for _ in range(count):
         call()
@@ -351,7 +351,7 @@ def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
     for call in calls:
         sample(call, 1, timeout)  # the first call may take longer
         slowest = torch.tensor(sample(call, 1, timeout))
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.cpu_group())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.cpu_group)
         counts.append(max(1, int(SAMPLE_SECONDS / slowest.item())))
     timings: list[list[float]] = [[] for _ in probes]
     for _ in range(ROUNDS):
