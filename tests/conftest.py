@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import (
     ByT5Tokenizer,
@@ -29,6 +29,7 @@ CACHE = tempfile.TemporaryDirectory()  # `datasets` reads the variable when impo
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
 # Rows for runs of the scripts, written once: processes that the tests start inherit the variable.
 DOCSTRINGS = os.environ.setdefault("DOCSTRINGS", f"{CACHE.name}/docstrings.jsonl")
+WORKER_PATHS = (".", "tests", "tests/helpers", "docs/examples")  # where tests/workers import from
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # already imported
 if not Path(DOCSTRINGS).exists():
     from tools import docstrings
@@ -36,33 +37,27 @@ if not Path(DOCSTRINGS).exists():
     lines = [json.dumps(row) + "\n" for row in itertools.islice(docstrings.rows(), 1000)]
     Path(DOCSTRINGS).write_text("".join(lines))
 
-# The tests that `make test` runs; an empty set: the whole file. `make test-ci` runs the others.
-MAKE_TEST: dict[str, set[str]] = {
-    "test_args": set(),
-    "test_block_dataset": set(),
-    "test_chat_dataset": set(),
-    "test_layout": set(),
-    "test_memory_estimator": {"test_verdict_contains_a_command_that_the_script_accepts"},
-    "test_reading": set(),
-    "test_parity": {"test_ten_steps_equal_plain_pytorch"},
-    "test_readme": {
-        "test_every_command_is_marked_or_run_by_a_test",
-        "test_commands_parse",
-        "test_links_resolve",
-        "test_files_named_in_docs_exist",
-    },
-    "test_runs": {
-        "test_damaged_checkpoint_is_skipped_and_replaced",
-        "test_signal_without_torchrun_exits_with_75",
-    },
-    "test_startup_checks": {"test_edit_is_refused_with_its_message"},
-    "test_summarization_dataset": set(),
-    "test_weight": set(),
-    "test_whole_runs": {
-        "test_killed_run_resumes_bit_for_bit",
-        "test_exports_reload_with_the_same_loss",
-        "test_bad_input_exits_with_one_message",
-    },
+# `make test` runs these files, and these tests of other files. `make test-ci` runs the others.
+QUICK_FILES = {"test_args", "test_block_dataset", "test_chat_dataset", "test_layout",
+               "test_reading", "test_summarization_dataset", "test_weight"}  # fmt: skip
+QUICK_TESTS = {
+    "test_memory_estimator": ["test_verdict_contains_a_command_that_the_script_accepts"],
+    "test_parity": ["test_ten_steps_equal_plain_pytorch"],
+    "test_readme": ["test_every_command_is_marked_or_run_by_a_test", "test_commands_parse",
+                    "test_links_resolve", "test_files_named_in_docs_exist"],
+    "test_runs": ["test_damaged_checkpoint_is_skipped_and_replaced",
+                  "test_signal_without_torchrun_saves_and_exits_with_75"],
+    "test_startup_checks": ["test_edit_is_refused_with_its_message"],
+    "test_whole_runs": ["test_killed_run_resumes_bit_for_bit",
+                        "test_exports_reload_with_the_same_loss",
+                        "test_bad_input_exits_with_one_message"],
+}  # fmt: skip
+SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
+TINY = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--log-every", "1"]
+SHORT = {  # flags for texts that take little time
+    "T5_training": ["--source-length", "32", "--target-length", "8"],
+    "gpt2_fsdp": ["--block-size", "32"],
+    "llama_fsdp": ["--max-seq-length", "256", "--no-packing"],
 }
 WIDE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -73,12 +68,15 @@ def launch(
     processes: int, script: str | Path, *args: object, check: bool = True, **options: object
 ) -> subprocess.CompletedProcess:
     """Run a script on `processes` ranks (0: without torchrun) and return its output as text."""
-    path = script if script == "-m" else str(ROOT / script)
+    path = script if script in ("-m", "-c") else str(ROOT / script)
     command = [sys.executable, path, *map(str, args)]
     if processes:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*torchrun, str(processes)]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600} | options
+    if path.startswith(str(ROOT / "tests/workers")):
+        paths = os.pathsep.join(str(ROOT / folder) for folder in WORKER_PATHS)
+        options.setdefault("env", os.environ | {"PYTHONPATH": paths})
     result = subprocess.run(command, **options)
     if check:
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr[-6000:]}"
@@ -103,12 +101,24 @@ def metrics(output: Path, event: str) -> list[dict]:
 
 def live_metrics(output: Path, event: str) -> list[dict]:
     """Return the entries of one event while the run is still writing metrics.jsonl."""
-    entries = []
-    with contextlib.suppress(OSError):
-        for line in (output / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                entries.append(json.loads(line))
-    return [line for line in entries if line["event"] == event]
+    with contextlib.suppress(OSError, ValueError):  # a line may be incomplete
+        return metrics(output, event)
+    return []
+
+
+def wait_until(
+    condition: Callable[[], object], seconds: float = 120, report: Callable[[], str] = str
+) -> None:
+    """Wait until `condition` holds. After `seconds`, fail with the message of `report`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, report()
+        time.sleep(0.1)
+
+
+def wait_for_step(output: Path, step: int) -> None:
+    """Wait until a run has logged the step."""
+    wait_until(lambda: step in [line["step"] for line in live_metrics(output, "train")], 240)
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:
@@ -126,13 +136,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def check_tied_once(output: Path) -> None:
-    """Check that the last sharded checkpoint has as many weights as the exported model."""
-    last = max((output / "checkpoints").glob("step-*"))
-    names = dcp.FileSystemReader(last).read_metadata().state_dict_metadata
-    assert sum(x.startswith("model.") for x in names) == len(weights(output / "final"))
-
-
 def check_equal_weights(first: Path, second: Path) -> None:
     """Check that two exported models are equal bit for bit."""
     tensors, others = weights(first), weights(second)
@@ -141,13 +144,22 @@ def check_equal_weights(first: Path, second: Path) -> None:
         assert torch.equal(tensor, others[name]), name
 
 
+def check_equal_runs(output: Path, other: Path, exports: tuple = ("final",)) -> None:
+    """Check that two runs have the same losses and exports, bit for bit, and that the first one
+    has left no temporary files."""
+    for event in ("train", "val"):
+        assert losses(output, event) == losses(other, event)
+    for name in exports:
+        check_equal_weights(output / name, other / name)
+    assert not list(output.rglob("tmp-*"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark with `ci` all tests that `make test` leaves out."""
     for item in items:
-        names = MAKE_TEST.get(item.path.stem)
-        is_quick = names is not None and (not names or item.originalname in names)
-        if not is_quick:
+        file = item.path.stem
+        if file not in QUICK_FILES and item.originalname not in QUICK_TESTS.get(file, []):
             item.add_marker(pytest.mark.ci)
 
 
@@ -231,13 +243,20 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     validation text (5 blocks)."""
     path = tmp_path_factory.mktemp("texts")
     words = ["sum", "root", "cube", "half", "sine"]
-    for name, count in (("train", 35), ("val", 5)):
-        lines = [
-            f"The {words[i % 5]} of {i * i} is {i % 7} times {words[i * i % 5]}.\n"
-            for i in range(count)
-        ]
-        (path / f"{name}.txt").write_text("".join(lines))
+    lines = [
+        f"The {words[i % 5]} of {i * i} is {i % 7} times {words[i * i % 5]}.\n" for i in range(35)
+    ]
+    (path / "train.txt").write_text("".join(lines))
+    (path / "val.txt").write_text("".join(lines[:5]))
     return path / "train.txt", path / "val.txt"
+
+
+@pytest.fixture(scope="session")
+def block_flags(texts: tuple[Path, Path]) -> list[str]:
+    """Return flags to train gpt2_fsdp.py's `tiny`, which has dropout, on all of `texts`."""
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
+            "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
+            "--model-name", "tiny"]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -3,34 +3,25 @@
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, launch
 
 from tools import memory_estimator
 
 
 def run(command: str) -> str:
     """Run a benchmark program and return its output."""
-    name, *flags = command.split()
-    return subprocess.check_output([sys.executable, ROOT / "benchmarks" / name, *flags], text=True)
-
-
-@pytest.fixture
-def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import benchmarks/run_all.py, which is not in a package."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("run_all")
+    return launch(0, *f"benchmarks/{command}".split(), timeout=None).stdout
 
 
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("processes", [1, 8])
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
-def test_presets_use_existing_flags_and_models(preset, processes, large, run_all):
+def test_presets_use_existing_flags_and_models(preset, processes, large, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # which is not a package
+    run_all = importlib.import_module("run_all")
     commands = run_all.programs(preset, processes, Path("data"), large)
     assert commands
     for command in commands.values():
@@ -68,7 +59,7 @@ def test_peer_trainers_report_the_same_loss(peer, factor):
 
 @pytest.mark.slow
 def test_all_loops_of_step_time_end_with_the_same_loss():
-    pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
+    pytest.importorskip("accelerate")
     results = json.loads(run("step_time.py --model 41M --steps 1 --length 64").splitlines()[-1])
     assert len(results) == 5
     for row in results.values():
@@ -78,7 +69,7 @@ def test_all_loops_of_step_time_end_with_the_same_loss():
 @pytest.mark.slow
 def test_load_needs_one_shard_and_export_one_file():
     """The model has 1.1B parameters, stored in 16 bits."""
-    pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
+    pytest.importorskip("accelerate")
     flags = "saving.py --model 1.1B --turns 1 --stages load export --ways ours-fsdp1 ours-fsdp2"
     results = json.loads(run(flags).splitlines()[-1])
     shard, tensor, unit, file = 2200, 262, 176, 4400  # MB

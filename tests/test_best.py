@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import check_equal_weights, launch, losses, metrics, status
+from conftest import check_equal_runs, check_equal_weights, launch, losses, metrics, status
 from in_process import start
 
 import gpt2_fsdp
@@ -14,13 +14,10 @@ from core.ranks import STOPPED, Stopped
 
 
 @pytest.fixture(scope="module")
-def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for six steps of `tiny`, which has dropout, that validate and save every second
-    step."""
-    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
-            "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
-            "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
-            "--max-steps", "6"]  # fmt: skip
+def flags(block_flags: list[str]) -> list[str]:
+    """Return flags for six steps that validate and save every second step."""
+    return [*block_flags, "--save-every", "2", "--eval-every", "2", "--lr", "1e-3", "--max-steps",
+            "6"]  # fmt: skip
 
 
 def step_of_best(output: Path) -> int:
@@ -46,15 +43,13 @@ def test_exports_during_training_do_not_change_results(more, flags, chats, wide_
         pytest.importorskip("peft")
         pytest.importorskip("bitsandbytes")
         script = "llama_fsdp"
-        flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama]
-        flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
-        flags += ["--lora-dropout", "0.1"]
+        flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama,
+                 "--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2",
+                 "--lora-dropout", "0.1"]  # fmt: skip
     command = ["tests/workers/compiled.py", script, *flags, "--batch-size", "2", *more]
     launch(2, *command, "--save-best", "--output-dir", tmp_path / "with")
     launch(2, *command, "--no-save-best", "--output-dir", tmp_path / "without")
-    for event in ("train", "val"):
-        assert losses(tmp_path / "with", event) == losses(tmp_path / "without", event)
-    check_equal_weights(tmp_path / "with/final", tmp_path / "without/final")
+    check_equal_runs(tmp_path / "with", tmp_path / "without")
     assert (tmp_path / "with/best").exists() and not (tmp_path / "without/best").exists()
     (done,) = metrics(tmp_path / "with", "done")
     assert step_of_best(tmp_path / "with") == done["best_step"] > 0
@@ -62,7 +57,8 @@ def test_exports_during_training_do_not_change_results(more, flags, chats, wide_
 
 
 def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
-    assert start(gpt2_fsdp, *flags, "--batch-size", 4, "--output-dir", tmp_path / "whole") == 0
+    flags = [*flags, "--batch-size", 4, "--output-dir"]
+    assert start(gpt2_fsdp, *flags, tmp_path / "whole") == 0
     export_model, names = gpt2_fsdp.export_model, []
 
     def stop_in_third(model: Any, tokenizer: Any, path: Path, *rest: Any) -> None:
@@ -77,10 +73,9 @@ def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, mon
         export_model(model, tokenizer, path, *rest)
 
     monkeypatch.setattr(gpt2_fsdp, "export_model", stop_in_third)
-    flags = [*flags, "--batch-size", 4, "--output-dir", tmp_path / "stopped"]
-    assert start(gpt2_fsdp, *flags) == STOPPED and status(tmp_path / "stopped") == "stopped"
-    assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]
-    assert step_of_best(tmp_path / "stopped") == 2
-    assert start(gpt2_fsdp, *flags) == 0
-    assert losses(tmp_path / "stopped", "val") == losses(tmp_path / "whole", "val")
-    check_equal_weights(tmp_path / "stopped/best", tmp_path / "whole/best")
+    output = tmp_path / "stopped"
+    assert start(gpt2_fsdp, *flags, output) == STOPPED and status(output) == "stopped"
+    assert sorted(losses(output, "val")) == [0, 2] and step_of_best(output) == 2
+    assert start(gpt2_fsdp, *flags, output) == 0
+    assert losses(output, "val") == losses(tmp_path / "whole", "val")
+    check_equal_weights(output / "best", tmp_path / "whole/best")

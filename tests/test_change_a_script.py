@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import DOCSTRINGS, ROOT, launch, losses, metrics, weights
+from conftest import ROOT, TINY, launch, losses, metrics, weights
 from copied import EMA_SECTION, PAGE, diffs, edited_script, edited_text
 from in_process import start
 
@@ -72,21 +72,18 @@ def test_diffs_fit_the_other_scripts(script):
         ast.parse(edited_text(script, diffs(edits[name])))
 
 
-GPT2 = [f"--dataset={DOCSTRINGS}", "--block-size=32", "--num-train-samples=40",
-        "--num-val-samples=4", "--precision=fp32", "--lr=1e-2", "--batch-size=2",
-        "--log-every=1"]  # fmt: skip
+GPT2 = [*TINY, "--block-size=32", "--num-train-samples=40", "--num-val-samples=4",
+        "--precision=fp32", "--lr=1e-2", "--batch-size=2", "--max-steps=6"]  # fmt: skip
 
 
 def test_documented_diffs_add_z_loss_and_accuracy(gpt2_directory, tmp_path):
-    flags = [*GPT2, "--model-name", gpt2_directory, "--max-steps=6", "--eval-every=3",
-             "--gradient-accumulation-steps=2"]  # fmt: skip
-    runs = {}
+    flags = [*GPT2, "--model-name", gpt2_directory, "--gradient-accumulation-steps=2"]
+    runs = []
     for edit, text in {"plain": "", "z_loss": Z_LOSS, "accuracy": ACCURACY}.items():
         assert text.count("\n+") <= 10
         assert run("gpt2_fsdp", text, flags, tmp_path / edit) == 0
-        runs[edit] = metrics(tmp_path / edit, "train")
-        runs[edit, "val"] = losses(tmp_path / edit, "val")
-    plain, z_loss, accuracy = runs["plain"], runs["z_loss"], runs["accuracy"]
+        runs.append(metrics(tmp_path / edit, "train"))
+    plain, z_loss, accuracy = runs
 
     # The z-loss is about 1e-4 * log(vocabulary)**2 and affects the gradients.
     added = z_loss[0]["loss"] - plain[0]["loss"]
@@ -96,7 +93,7 @@ def test_documented_diffs_add_z_loss_and_accuracy(gpt2_directory, tmp_path):
     # The accuracy is between 0 and 1 and changes nothing else.
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in accuracy] == [line[name] for line in plain]
-    assert runs["accuracy", "val"] == runs["plain", "val"]
+    assert losses(tmp_path / "accuracy", "val") == losses(tmp_path / "plain", "val")
     accuracies = [line["accuracy"] for line in accuracy]
     assert min(accuracies) >= 0 and 0 < max(accuracies) < 1
 
@@ -114,18 +111,17 @@ def test_exact_answers_are_counted(tmp_path):
 
 
 def test_recipes_do_what_they_say(gpt2_directory, tmp_path, capfd):
-    flags = [*GPT2, "--model-name", gpt2_directory, "--max-steps=6", "--eval-every=1",
-             "--lr-schedule=constant", "--warmup-ratio=0"]  # fmt: skip
+    flags = [*GPT2, "--model-name", gpt2_directory, "--eval-every=1", "--lr-schedule=constant",
+             "--warmup-ratio=0"]  # fmt: skip
     models = {}
     for name in ("plain", "own metric", "freezing", "head", "average"):
         assert run("gpt2_fsdp", RECIPES.get(name, ""), flags, tmp_path / name) == 0
         models[name] = weights(tmp_path / name / "final")
         assert name == "average" or RECIPES.get(name, "").count("\n+") <= 10
     base = weights(gpt2_directory)
-    key = "transformer.wte.weight"
+    key, first = "transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight"
     assert torch.equal(models["freezing"][key], base[key])
     assert not torch.equal(models["plain"][key], base[key])
-    first = "transformer.h.0.mlp.c_fc.weight"
     assert not torch.equal(models["freezing"][first], base[first])
     # AdamW's first steps have the size of the learning rate.
     moved = {name: (models[name][key] - base[key]).abs().max() for name in ("plain", "head")}

@@ -1,13 +1,11 @@
 """Kills and stops in every phase of a script leave its results bit-for-bit unchanged."""
 
 import pytest
-from chaos import PHASES, Launch, chaos
-
-SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
+from chaos import LENGTHS, PHASES, Launch, chaos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", LENGTHS)
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 @pytest.mark.parametrize("fault", ["SIGKILL rank 1", "SIGTERM torchrun", "SIGUSR1 torchrun"])
 def test_run_ended_in_every_phase_resumes_bit_for_bit(script, fsdp, fault, tmp_path):

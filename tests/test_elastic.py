@@ -2,77 +2,54 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from conftest import ROOT, launch, live_metrics, losses, metrics, status
-from slurm_cluster import wait_until
-
-
-class Nodes:
-    """Instances of torchrun on this machine that form one job, each with one process."""
-
-    def __init__(self, *command: object) -> None:
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
-        self.command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
-            "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "any",
-            "--rdzv-conf", "last_call_timeout=2", *command,
-        ]  # fmt: skip
-        self.processes: list[subprocess.Popen] = []
-
-    def start(self) -> subprocess.Popen:
-        """Start another node."""
-        words = list(map(str, self.command))
-        # If nodes shared torchrun's store, running ones would never announce it to one that joins.
-        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.processes.append(
-            subprocess.Popen(words, cwd=ROOT, start_new_session=True, env=environment)
-        )
-        return self.processes[-1]
-
-    def stop(self) -> None:
-        """Kill all nodes that are still running."""
-        for node in self.processes:
-            if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
+from conftest import ROOT, launch, live_metrics, losses, metrics, status, wait_for_step, wait_until
+from slurm_cluster import free_ports
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[Nodes]]:
-    """Yield a list. Nodes that a test adds to it are stopped after the test."""
-    jobs: list[Nodes] = []
-    yield jobs
-    for job in jobs:
-        job.stop()
+def start_node() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Yield a function that starts another instance of torchrun, with one process, of one job. All
+    are killed after the test."""
+    (port,) = free_ports(1)
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+        "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
+        "--rdzv-id", "any", "--rdzv-conf", "last_call_timeout=2",
+    ]  # fmt: skip
+    # If nodes shared torchrun's store, running ones would never announce it to one that joins.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    nodes: list[subprocess.Popen] = []
+
+    def start(*command: object) -> subprocess.Popen:
+        words = [*torchrun, *map(str, command)]
+        options = {"cwd": ROOT, "start_new_session": True, "env": environment}
+        nodes.append(subprocess.Popen(words, **options))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.poll() is None:
+            os.killpg(node.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_node_joining_and_leaving_does_not_change_losses(nodes, chats, tmp_path):
+def test_node_joining_and_leaving_does_not_change_losses(start_node, chats, tmp_path):
     flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
              "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
              "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip
     launch(2, "llama_fsdp.py", *flags, "--output-dir", tmp_path / "uninterrupted")
     output = tmp_path / "elastic"
-    nodes.append(Nodes("llama_fsdp.py", *flags, "--output-dir", output))
-
-    def reach(step: int) -> None:
-        def steps() -> list[int]:
-            return [line["step"] for line in live_metrics(output, "train")]
-
-        wait_until(lambda: step in steps(), 240, lambda: f"step {step} not in {steps()}")
-
-    first = nodes[0].start()
-    reach(10)
-    second = nodes[0].start()
+    command = ["llama_fsdp.py", *flags, "--output-dir", output]
+    first = start_node(*command)
+    wait_for_step(output, 10)
+    second = start_node(*command)
     wait_until(lambda: len(live_metrics(output, "start")) == 2, 240, lambda: "no node has joined")
-    reach(max(losses(output)) + 25)
+    wait_for_step(output, max(losses(output)) + 25)
     os.killpg(second.pid, signal.SIGKILL)
     assert first.wait(300) == 0
     assert [start["world_size"] for start in metrics(output, "start")] == [1, 2, 1]

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import transformers
-from conftest import ROOT
+from conftest import ROOT, launch
 
 
 def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
     """Run tools/generate.py with `lines` as standard input."""
-    command = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, args)]
-    return subprocess.run(command, input=lines, capture_output=True, text=True)
+    return launch(0, "tools/generate.py", *args, input=lines, check=False)
 
 
 @pytest.mark.parametrize("kind", ["t5", "gpt2"])

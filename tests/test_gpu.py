@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, metrics, weights
+from conftest import ROOT, SCRIPTS, launch, losses, metrics, weights
 from in_process import start
 from plain import loss_class
 from ten_steps import local
@@ -34,18 +34,18 @@ RANKS = 4 if GPUS >= 4 else min(2, GPUS)
 four_gpus = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
 
 
-def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> None:
+def run_flags(data: list, output: Path, *flags: str) -> list:
+    """Return the flags of a run on `data`, a model and flags, that saves every twenty steps."""
+    return ["--model-name", *data, "--output-dir", output, "--lr", "3e-3", "--log-every", "1",
+            "--save-every", "20", *flags]  # fmt: skip
+
+
+def run(script: str, data: list, output: Path, *flags: str) -> None:
     """Train a small model for forty steps and resume it after twenty."""
-    command = run_flags(directory, output, data, *flags)
-    launch(RANKS, script, *command, "--max-steps", "20")
-    launch(RANKS, script, *command, "--max-steps", "40")
+    command = run_flags(data, output, *flags)
+    for steps in (20, 40):
+        launch(RANKS, f"{script}.py", *command, "--max-steps", steps)
     check_run(output)
-
-
-def run_flags(directory: Path, output: Path, data: list, *flags: str) -> list:
-    """Return the flags of a run that saves every twenty steps."""
-    return ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3", "--log-every",
-            "1", "--save-every", "20", *flags]  # fmt: skip
 
 
 def check_run(output: Path) -> None:
@@ -73,39 +73,31 @@ FLAGS = [
 ]
 if RANKS > 1:
     FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
-SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2", "--precision", "bf16"]
-CASES = [pytest.param(flags, id=" ".join(flags)) for flags in FLAGS]
-CASES += [
-    pytest.param(flags, id=" ".join(flags), marks=four_gpus)
-    for flags in (HYBRID, [*HYBRID, "--fsdp", "2"])
-]
+CASES = FLAGS + [pytest.param(x, marks=four_gpus) for x in (HYBRID, [*HYBRID, "--fsdp", "2"])]
 
 
 @pytest.fixture
 def data(t5_directory, pairs, gpt2_directory, texts, llama_directory, chats) -> dict[str, list]:
     """Return the flags of model and data for each script."""
     return {
-        "T5_training.py": [t5_directory, "--dataset", pairs, "--num-train-samples", "0",
-                           "--rouge-samples", "3", "--target-length", "16"],
-        "gpt2_fsdp.py": [gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
-                         "--block-size", "32"],
-        "llama_fsdp.py": [llama_directory, "--dataset", chats, "--max-seq-length", "128",
-                          "--batch-size", "2"],
+        "T5_training": [t5_directory, "--dataset", pairs, "--num-train-samples", "0",
+                        "--rouge-samples", "3", "--target-length", "16"],
+        "gpt2_fsdp": [gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
+                      "--block-size", "32"],
+        "llama_fsdp": [llama_directory, "--dataset", chats, "--max-seq-length", "128",
+                       "--batch-size", "2"],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", CASES)
+@pytest.mark.parametrize("flags", CASES, ids=" ".join)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_resumes(script, flags, data, tmp_path):
-    model, *rest = data[script]
-    run(script, model, tmp_path, rest, *flags)
+    run(script, data[script], tmp_path, *flags)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_resume_on_gpu_equals_an_uninterrupted_run(
-    deterministic, llama_directory, chats, tmp_path, monkeypatch
-):
+def test_resume_on_gpu_equals_an_uninterrupted_run(deterministic, data, tmp_path, monkeypatch):
     """Bitwise with deterministic algorithms, otherwise up to rounding."""
     worker = tmp_path / "worker.py"
     worker.write_text(
@@ -114,9 +106,8 @@ def test_resume_on_gpu_equals_an_uninterrupted_run(
         "llama_fsdp.ranks.run(llama_fsdp.fsdp_main, llama_fsdp.parse_args())\n"
     )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
     for name, stops in ("whole", ["8"]), ("resumed", ["4", "8"]):
-        flags = run_flags(llama_directory, tmp_path / name, data, "--lr-schedule", "constant")
+        flags = run_flags(data["llama_fsdp"], tmp_path / name, "--lr-schedule", "constant")
         for stop in stops:
             launch(RANKS, worker, *flags, "--max-steps", stop)
     whole, resumed = (losses(tmp_path / name) for name in ("whole", "resumed"))
@@ -127,43 +118,37 @@ def test_resume_on_gpu_equals_an_uninterrupted_run(
         assert list(whole.values()) == pytest.approx(list(resumed.values()), rel=1e-2)
 
 
-LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf16"]
-
-
 @pytest.mark.parametrize("in_4bit", [[], ["--load-in-4bit"]], ids=["lora", "qlora"])
-def test_adapter_run_resumes(in_4bit, wide_llama, chats, tmp_path):
+def test_adapter_run_resumes(in_4bit, wide_llama, data, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
         if torch.__version__ < (2, 13):
             pytest.skip("--load-in-4bit needs torch 2.13")
-    data = ["--dataset", chats, *LLAMA_DATA, "--lr-schedule", "constant"]
     # Adapters alone cannot lower the loss by much under a frozen head whose logits are near 0.
     model = llama_fsdp.MODEL.from_pretrained(wide_llama, dtype="auto")
     model.lm_head.weight.data *= 5
     model.save_pretrained(tmp_path / "model")
     ByT5Tokenizer().save_pretrained(tmp_path / "model")
-    run("llama_fsdp.py", tmp_path / "model", tmp_path, data, "--lora-rank", "8", *in_4bit)
+    llama = [tmp_path / "model", *data["llama_fsdp"][1:], "--precision", "bf16"]
+    run("llama_fsdp", llama, tmp_path, "--lr-schedule", "constant", "--lora-rank", "8", *in_4bit)
     assert all(".lora_" in name for name in weights(tmp_path / "final"))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_paged_optimizer_resumes(strategy, llama_directory, chats, tmp_path):
+def test_paged_optimizer_resumes(strategy, data, tmp_path):
     pytest.importorskip("bitsandbytes")
-    data = ["--dataset", chats, *LLAMA_DATA]
-    flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy]
-    run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
+    flags = ["--precision", "bf16", "--optimizer", "paged_adamw_32bit", "--strategy", strategy]
+    run("llama_fsdp", data["llama_fsdp"], tmp_path, *flags)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="--async-save needs torch 2.13")
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp_path):
-    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
+def test_run_killed_during_async_save_continues(fsdp, data, tmp_path):
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
-    command = [*run_flags(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
-    assert launch(
-        RANKS, "tests/workers/killed.py", "gpt2_fsdp", 0, 26, *command, check=False
-    ).returncode
+    command = [*run_flags(data["gpt2_fsdp"], tmp_path, *flags), "--max-steps", "40"]
+    killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, 26, *command]
+    assert launch(RANKS, *killed, check=False).returncode
     launch(RANKS, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[-1]["step"] in (16, 20, 24)
     check_run(tmp_path)
@@ -177,21 +162,9 @@ def test_compiled_losses_are_near_eager(script, fsdp, data, tmp_path):
     runs = []
     for flag in ("--no-compile", "--compile"):
         more = ["--precision", "bf16", "--fsdp", fsdp, flag, "--output-dir", tmp_path / flag]
-        launch(RANKS, script, *flags, *more)
+        launch(RANKS, f"{script}.py", *flags, *more)
         runs.append(list(losses(tmp_path / flag).values()))
     assert runs[0] == pytest.approx(runs[1], abs=0.05)
-
-
-DOCUMENT_LENGTHS = [[300, 17, 2], [90, 64, 65]]  # in tokens, of two packs
-
-
-def packed_batch(device: torch.device) -> dict:
-    """Return a batch of two packs of random documents."""
-    packs = []
-    for lengths in DOCUMENT_LENGTHS:
-        rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
-        packs.append([{"input_ids": row, "labels": row} for row in rows])
-    return to_device(chat_dataset.collate(packs), device)
 
 
 def test_head_gradient_in_bf16_is_within_one_percent():
@@ -199,9 +172,7 @@ def test_head_gradient_in_bf16_is_within_one_percent():
 
 
 @pytest.mark.parametrize("flags", [["--fsdp", "1"], ["--fsdp", "2"], ["--strategy", "ddp"]])
-def test_nan_step_leaves_weights_and_moments(
-    flags, gpt2_directory, texts, tmp_path, monkeypatch, capfd
-):
+def test_nan_step_leaves_weights_and_moments(flags, data, tmp_path, monkeypatch, capfd):
     states: list[list[torch.Tensor]] = []  # after each step
 
     def keep_state(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -215,8 +186,7 @@ def test_nan_step_leaves_weights_and_moments(
 
     summed_loss = gpt2_fsdp.summed_loss
     monkeypatch.setattr(gpt2_fsdp, "summed_loss", third_is_nan)
-    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
-    command = run_flags(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
+    command = run_flags(data["gpt2_fsdp"], tmp_path, "--precision", "bf16", *flags)
     hook = register_optimizer_step_post_hook(keep_state)
     assert start(gpt2_fsdp, *command, "--max-steps", "5") == 1
     hook.remove()
@@ -239,7 +209,11 @@ def test_kernels_agree_with_sdpa(attention, head_size):
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
     config = LlamaConfig(head_dim=head_size, **shape)
     model = loss_class(llama_fsdp)(config).cuda().train()
-    batch = packed_batch(torch.device("cuda"))
+    packs = []
+    for lengths in ([300, 17, 2], [90, 64, 65]):  # in tokens, of the documents in a pack
+        rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
+        packs.append([{"input_ids": row, "labels": row} for row in rows])
+    batch = to_device(chat_dataset.collate(packs), torch.device("cuda"))
     register(kernel)
     results = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DOCSTRINGS, ROOT, metrics
+from conftest import DOCSTRINGS, ROOT, TINY, metrics
 from tqdm import tqdm
 
 from core import log, ranks
 from core.log import Log
-
-TINY = f"--model-name tiny --dataset {DOCSTRINGS} --num-train-samples 64 --num-val-samples 16"
 
 
 def new_log(directory: Path, step: int = 0, tokens: int = 0, eval_due: bool = False) -> Log:
@@ -32,11 +30,10 @@ def test_events_that_will_be_repeated_and_broken_lines_are_deleted(process_group
     events = [("train", 1), ("train", 2), ("val", 2), ("save", 2), ("done", 2), ("train", 3)]
     lines = [json.dumps({"event": event, "step": step}) for event, step in events]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "tr', lines[-1]]))
-    for eval_due, kept in ((False, lines[:4]), (True, [*lines[:2], lines[3]])):
-        new_log(tmp_path, 2, eval_due=eval_due)
-        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == kept
-    new_log(tmp_path, 0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    kept = {(2, False): lines[:4], (2, True): [*lines[:2], lines[3]], (0, False): []}
+    for (step, eval_due), expected in kept.items():
+        new_log(tmp_path, step, eval_due=eval_due)
+        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == expected
 
 
 def test_numbers_are_exact_in_the_file_and_short_on_the_screen(process_group, tmp_path, capsys):
@@ -79,19 +76,18 @@ def test_directory_that_a_node_does_not_see_is_refused(process_group, tmp_path, 
         log.open_directory(tmp_path)
 
 
-def on_terminal(
-    columns: int, tmp_path: Path, *flags: str, marker: str = "", **environment: str
-) -> tuple[int, str]:
-    """Run T5_training.py on a terminal; return its exit code and all that it wrote. Send SIGINT as
-    Ctrl-C does when `marker` appears."""
+def on_terminal(tmp_path: Path, *flags: str, marker: str = "") -> tuple[int, str]:
+    """Run T5_training.py on a terminal of 80 columns; return its exit code and all that it wrote.
+    Send SIGINT as Ctrl-C does when `marker` appears."""
     main, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    command = [sys.executable, "T5_training.py", *TINY.split(), "--target-length", "8",
-               "--output-dir", str(tmp_path / "output"), *flags]  # fmt: skip
-    cache = str(tmp_path / "cache")  # so that rows are read with a progress bar
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | environment | {"HF_DATASETS_CACHE": cache}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=child, stderr=child)
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "T5_training.py", *TINY, "--target-length", "8", "--num-val-samples",
+               "16", "--num-train-samples", "64", "--output-dir", tmp_path / "output",
+               *flags]  # fmt: skip
+    # Rows that are not cached are read with a progress bar.
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    options = {"cwd": ROOT, "env": os.environ | environment}
+    process = subprocess.Popen(command, stdout=child, stderr=child, **options)
     os.close(child)
     text = ""
     while True:
@@ -125,7 +121,7 @@ def visible_lines(text: str) -> list[str]:
 
 
 def test_lines_of_a_good_run_fit_the_terminal_without_bars(tmp_path):
-    code, text = on_terminal(80, tmp_path, "--max-steps", "4", "--log-every", "2")
+    code, text = on_terminal(tmp_path, "--max-steps", "4", "--log-every", "2")
     assert code == 0
     lines = visible_lines(text)
     kinds = [line.split()[0] for line in lines if line.split()[1:2] == ["2/4"]]
@@ -148,5 +144,5 @@ def test_error_is_on_a_line_of_its_own(monkeypatch, capfd):
 
 
 def test_ctrl_c_in_the_load_ends_without_a_traceback(tmp_path):
-    code, text = on_terminal(80, tmp_path, marker="parameters")
+    code, text = on_terminal(tmp_path, marker="parameters")
     assert code == -signal.SIGINT and "Traceback" not in text

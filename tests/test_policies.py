@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, launch
-from fp16_worker import STRATEGIES
+from in_process import refusal
 from plain import loss_class
-from ten_steps import parse_args
+from policies_worker import STRATEGIES
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -22,7 +22,6 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import gpt2_fsdp
 import llama_fsdp
 import policies
-from core import args as core_args
 from optional import fused_norms
 
 CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy in names]
@@ -30,23 +29,21 @@ CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy
 
 @pytest.fixture(scope="module")
 def results(
-    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
+    t5_directory: Path, pairs: Path, gpt2_directory: Path, block_flags: list, llama_directory: Path,
     chats: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """Return the results of fp16_worker.py by script and strategy."""
-    directory = tmp_path_factory.mktemp("fp16")
-    scripts = {
-        "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8",
-                        "--rouge-samples", "0"],
-        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset",
-                      texts[1], "--block-size", "32"],
-        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats, "--max-seq-length",
-                       "64", "--batch-size", "2"],
+    """Return the results of policies_worker.py."""
+    directory = tmp_path_factory.mktemp("policies")
+    flags = {
+        "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", 8,
+                        "--rouge-samples", 0],
+        "gpt2_fsdp": [*block_flags, "--model-name", gpt2_directory],
+        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats, "--max-seq-length", 64,
+                       "--batch-size", 2],
     }  # fmt: skip
-    shared = ["--lr", "1e-3", "--lr-schedule", "constant"]
-    flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
     result = directory / "result.json"
-    launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
+    worker = "tests/workers/policies_worker.py"
+    launch(2, worker, result, directory, json.dumps(flags, default=str))
     return json.loads(result.read_text())
 
 
@@ -73,14 +70,12 @@ def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, resul
         assert error.startswith("The gradient norm of step 17 is not finite, in samples [")
 
 
-def test_weights_changed_after_an_evaluation_are_used(tmp_path):
+def test_weights_changed_after_an_evaluation_are_used(results):
     """FSDP1's root, or all units, would stay gathered, with the weights of before. The worker also
     checks that FSDP1's limit of all-gathers holds after an evaluation."""
-    launch(2, "tests/workers/evaluation_worker.py", tmp_path / "losses.json")
-    results = json.loads((tmp_path / "losses.json").read_text())
-    before, after = results.pop("ddp")
+    before, after = results["evaluation"]["ddp"]
     assert abs(after - before) > 1
-    for values in results.values():
+    for values in results["evaluation"].values():
         assert values == pytest.approx([before, after], rel=1e-6)
 
 
@@ -94,19 +89,14 @@ def test_groups_of_hybrid_shard_have_the_time_out(process_group):
         assert backend.options._timeout == timedelta(minutes=7)
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-SMALL = {  # one block in a stack
-    "T5_training": {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1,
-                    "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-    "gpt2_fsdp": {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16,
-                  "bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-                  "attn_pdrop": 0.0},
-    "llama_fsdp": {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
-                   "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
-}  # fmt: skip
+ONE_BLOCK = {
+    "T5_training": {"num_layers": 1, "dropout_rate": 0.0},
+    "gpt2_fsdp": {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama_fsdp": {"num_hidden_layers": 1},
+}
 
 
-@needs_compiler
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 @pytest.mark.parametrize(
     "name", ["gpt2_fsdp", "llama_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
 )
@@ -114,7 +104,7 @@ def test_compiled_block_equals_eager(name):
     """Inductor compiles one block in seconds and caches it."""
     script = importlib.import_module(name)
     torch.manual_seed(0)
-    config = script.MODEL.config_class(**SMALL[name])
+    config = script.MODEL.config_class(vocab_size=384, **script.TINY_CONFIG | ONE_BLOCK[name])
     eager = loss_class(script)(config).train()
     compiled = copy.deepcopy(eager)
     stack = compiled.decoder if name == "T5_training" else compiled
@@ -140,7 +130,6 @@ class ClampedNorm(LlamaRMSNorm):
     """A norm that differs from Llama's only for large values."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the norm of clamped values."""
         return super().forward(hidden.clamp(-50, 50))
 
 
@@ -148,7 +137,6 @@ class OtherEpsilon(LlamaRMSNorm):
     """A norm that does not use the epsilon in its attribute."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the norm, computed with another epsilon."""
         scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + 1e-5)
         return self.weight * (hidden.float() * scale).to(hidden.dtype)
 
@@ -218,23 +206,11 @@ def test_auto_is_fp32_on_a_cpu_and_bf16_where_it_is_native(monkeypatch):
 
 def problem(script, processes: int, flags: list[str], monkeypatch) -> str:
     """Return the message with which a script refuses flags on a machine with GPUs, or ""."""
-
-    class Refused(Exception):
-        """The script has refused its flags."""
-
-    def refuse(message: object) -> None:
-        raise Refused(message)
-
-    monkeypatch.setattr(core_args, "exit_with", refuse)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     common = ["--model-name", "tiny", "--dataset", "docstrings.jsonl", "--precision", "fp32"]
-    try:
-        parse_args(script, [*common, *flags])
-    except Refused as error:
-        return str(error)
-    return ""
+    return refusal(script, *common, *flags)
 
 
 ROWS = {}  # the cells for FSDP1 and FSDP2 by the text of the first cell
@@ -254,11 +230,8 @@ RULES = {  # script, processes and flags of each row that is a rule
 
 
 def test_every_rule_of_the_table_is_tested():
-    rules = {
-        row
-        for row, cells in ROWS.items()
-        if cells[0].split(":")[0] in ("yes", "no") or "only" in cells[0]
-    }
+    cells = {row: cells[0].split(":")[0] for row, cells in ROWS.items()}
+    rules = {row for row, cell in cells.items() if cell in ("yes", "no") or "only" in cell}
     assert rules == RULES.keys()
 
 
@@ -277,8 +250,6 @@ def test_parser_follows_the_table_of_fsdp1_or_2(row, fsdp, monkeypatch):
 
 
 @pytest.mark.parametrize("processes, flags, message", [
-    (1, ["--cpu-offload", *ACCUMULATE, "--fsdp", "2"], ""),
-    (2, ["--cpu-offload", *ACCUMULATE, "--accumulate-no-sync"], ""),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "1"], "--shard-group-size above 1"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "3"], "that divides the processes"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "2"], ""),

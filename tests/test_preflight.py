@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from chaos import workers
-from conftest import ROOT, error_lines, launch
-from slurm_cluster import free_ports, wait_until
+from conftest import ROOT, error_lines, launch, wait_until
+from slurm_cluster import free_ports
 
 from tools import preflight
 from tools.preflight import Place, Probe
@@ -33,8 +34,8 @@ def run_async(*flags: object, torchrun: tuple = ("--standalone",)) -> subprocess
 
 def worker_pid(process: subprocess.Popen, rank: int, output: Path) -> int:
     """Wait until a rank starts to measure and return its process id."""
-    wait_until(lambda: len(workers(process.pid)) == 2, 60, str)
-    wait_until((output / "tmp-preflight").is_dir, 100, str)
+    wait_until(lambda: len(workers(process.pid)) == 2, 60)
+    wait_until((output / "tmp-preflight").is_dir, 100)
     return workers(process.pid)[rank]
 
 
@@ -67,7 +68,7 @@ def test_silent_rank_is_reported(tmp_path):
     pid = worker_pid(process, 1, tmp_path)
     time.sleep(1)
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: workers(process.pid) == [pid], 60, str)
+    wait_until(lambda: workers(process.pid) == [pid], 60)
     os.kill(pid, signal.SIGKILL)  # otherwise torchrun would wait for it
     _, error = process.communicate(timeout=60)
     (message,) = error_lines(error)
@@ -103,7 +104,7 @@ def test_two_nodes_measure_both_links_and_report_unshared_disk(outputs, tmp_path
 
 def samples(*medians: float, spread: float = 0.0) -> preflight.Seconds:
     """Return seven samples in seconds for each rank, with these medians and this spread."""
-    steps = (-3, -2, -1, 0, 1, 2, 3)
+    steps = range(-3, 4)
     return {(r,): [m * (1 + spread / 2 * s) for s in steps] for r, m in enumerate(medians)}
 
 
@@ -126,17 +127,12 @@ def test_only_ranks_slow_in_both_rounds_are_reported(monkeypatch):
         {"a": samples(1, 1, 1), "b": samples(1, 2, 2.5), "c": samples(3, 1, 1)},
         {"b": samples(1, 1, 4), "c": samples(1, 1, 1)},
     ]
-    waiting, names = list(rounds), []
-
-    def measure(probes: list, timeout: None) -> dict:
-        names.append([probe.name for probe in probes])
-        return waiting.pop(0)
-
+    measure = mock.Mock(side_effect=rounds)
     monkeypatch.setattr(preflight, "measure", measure)
     results, slow = preflight.measure_twice(probes, None)
-    assert names == [["a", "b", "c"], ["b", "c"]]
+    names = ["".join(probe.name for probe in call.args[0]) for call in measure.call_args_list]
+    assert names == ["abc", "bc"]
     assert slow == {"b": {(2,): 4.0}, "c": {}} and results == {**rounds[0], **rounds[1]}
-    assert preflight.describe_slow(slow, PLACES) == [
-        "rank 2 on host1 is slow: b 4.00 times the others' time."
-    ]
+    (message,) = preflight.describe_slow(slow, PLACES)
+    assert message == "rank 2 on host1 is slow: b 4.00 times the others' time."
     assert preflight.name_members((1, 3), PLACES) == "rank 1 of each node"

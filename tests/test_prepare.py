@@ -1,7 +1,10 @@
 """tools/prepare.py: training on prepared tokens equals training on the data."""
 
+import importlib
+
 import pytest
 from conftest import launch, losses
+from in_process import start
 
 SCRIPTS = {  # fixtures of --model-name and --dataset, other flags
     "T5_training": ("t5_directory", "pairs", "--rouge-samples=0"),
@@ -12,16 +15,15 @@ SCRIPTS = {  # fixtures of --model-name and --dataset, other flags
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_losses_are_those_of_the_data(script, request, tmp_path):
-    model, name, flag = SCRIPTS[script]
-    data = request.getfixturevalue(name)
+    model, data = map(request.getfixturevalue, SCRIPTS[script][:2])
     data = data[0] if isinstance(data, tuple) else data
-    flags = ["--model-name", request.getfixturevalue(model), flag, "--num-train-samples", 30,
-             "--max-steps", 4, "--log-every", 1]  # fmt: skip
+    flags = ["--model-name", model, SCRIPTS[script][2], "--num-train-samples", 30, "--max-steps", 4,
+             "--log-every", 1]  # fmt: skip
     words = [f"{script}.py", *flags, "--dataset", data, "--output-dir", tmp_path]
     launch(0, "tools/prepare.py", *words)
     for output, dataset in {"data": data, "tokens": tmp_path / "prepared"}.items():
         more = ["--dataset", dataset, "--output-dir", tmp_path / output]
-        launch(0, f"{script}.py", *flags, *more)
+        assert start(importlib.import_module(script), *flags, *more) == 0
     for event in ("train", "val"):
         assert losses(tmp_path / "data", event) == losses(tmp_path / "tokens", event)
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from conftest import ROOT, error_lines, launch, status
 
 from core import ranks
-from core.ranks import Problem
 
 
 def test_uncaught_exception_ends_the_process():
@@ -25,8 +22,7 @@ def main(args):
     raise IndexError("the fault")
 ranks.run(main, None)
 """
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = launch(0, "-c", code, check=False, timeout=60)
     assert result.returncode == 1 and result.stdout == "all of it"
     assert result.stderr.strip().endswith("IndexError: the fault") and "Traceback" in result.stderr
 
@@ -70,8 +66,7 @@ if __name__ == "__main__":
 def test_error_of_one_rank_ends_all_with_one_message(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text(WORKER)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = launch(2, path, check=False, env=environment)
+    result = launch(2, path, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert result.returncode == 1 and result.stdout.split() == ["compared"] * 2
     assert set(error_lines(result.stderr)) == {"error: rank 1 cannot read its file"}
 
@@ -86,15 +81,6 @@ def test_environment_without_a_rank_is_one_process(variables, monkeypatch):
     assert ranks.setup(timeout_minutes=1.0) == torch.device("cpu")
     assert dist.get_world_size() == 1 and ranks.cpu_group is None
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("error", [Problem("what"), OSError("where")])
-def test_error_on_a_rank_is_raised_with_its_message(error, process_group):
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        ranks.on_rank_zero(fail)
 
 
 def test_second_signal_ends_the_process_after_ten_seconds(process_group, monkeypatch):
@@ -115,9 +101,8 @@ def test_second_signal_ends_the_process_after_ten_seconds(process_group, monkeyp
         request.check()  # asks nobody
 
 
-def test_output_that_cannot_be_written_does_not_end_a_run(texts, tmp_path):
-    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
-             "--block-size", 32, "--max-steps", 2, "--output-dir", tmp_path / "run"]  # fmt: skip
+def test_output_that_cannot_be_written_does_not_end_a_run(block_flags, tmp_path):
+    flags = [*block_flags, "--max-steps", 2, "--output-dir", tmp_path / "run"]
     with open("/dev/full", "w") as full:
         launch(0, "gpt2_fsdp.py", *flags, capture_output=False, stdout=full)
     assert status(tmp_path / "run") == "finished"

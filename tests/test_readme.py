@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, metrics
+from conftest import ROOT, SCRIPTS, launch, metrics
 
 import gpt2_fsdp
 import llama_fsdp
@@ -25,7 +25,6 @@ from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
-SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 PROGRAMS = {
     f"{module.__name__.replace('.', '/')}.py": module
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
@@ -38,17 +37,6 @@ def commands() -> list[str]:
     """Return the commands in all bash blocks, with their comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     return list(filter(None, "".join(blocks).replace("\\\n", " ").splitlines()))
-
-
-def inline_commands() -> list[str]:
-    """Return the inline commands that run a program in PROGRAMS."""
-    lines = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
-    return [line for line in lines if line.split()[1] in PROGRAMS]
-
-
-def needs_gpu_or_hub(line: str) -> bool:
-    """Return whether a comment marks the command as needing GPUs or the hub."""
-    return bool(re.search(r"# (GPUs|hub)", line))
 
 
 def run_demo(directory: Path, *flags: object) -> str:
@@ -101,20 +89,19 @@ def test_demo_trains_evaluates_and_plots(tmp_path):
 @pytest.mark.slow
 def test_demo_learns_unseen_dates(tmp_path):
     pytest.importorskip("matplotlib")
-    before, after = re.search(
-        r"dates: (\d+)% correct before training, (\d+)% after", run_demo(tmp_path)
-    ).groups()
+    pattern = r"dates: (\d+)% correct before training, (\d+)% after"
+    before, after = re.search(pattern, run_demo(tmp_path)).groups()
     assert int(before) == 0 and int(after) >= 80
     assert ask_demo_model(tmp_path) == "1987-03-03\n"
 
 
-@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_cpu_command_runs_from_another_directory(script, tmp_path):
     write, train = (line for line in commands() if "docstrings.jsonl" in line)
     launch(0, *shlex.split(write)[1:], cwd=tmp_path)
     limits = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
     flags = [*shlex.split(train)[2:], *limits, "--output-dir", "here"]
-    launch(0, script, *flags, cwd=tmp_path)
+    launch(0, f"{script}.py", *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
 
@@ -134,7 +121,7 @@ def test_every_command_is_marked_or_run_by_a_test():
     )  # fmt: skip
     assert commands()
     for line in commands():
-        assert needs_gpu_or_hub(line) or line.startswith(tested), line
+        assert re.search(r"# (GPUs|hub)", line) or line.startswith(tested), line
 
 
 def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
@@ -158,21 +145,13 @@ def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
     return words[1], words[2:], 1, 1
 
 
-def create_inputs(flags: list[str]) -> None:
-    """Create the files and prepared data that the flags name, in the working directory."""
-    for word in (*flags, "data/wikihowAll.csv"):
-        path = Path(word) / ("dataset_info.json" if word.endswith("/prepared") else "")
-        if path.suffix in (".csv", ".json", ".jsonl", ".parquet", ".txt"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-
-
 def launch_commands() -> list[str]:
-    """Return the distinct commands that start a program in PROGRAMS."""
+    """Return the distinct commands, in blocks and inline, that start a program in PROGRAMS."""
     pattern = "|".join(map(re.escape, (*PROGRAMS, "launch.slurm")))
     lines = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
     lines = {line for line in lines if "copy_script" not in line}
-    return sorted(lines | set(inline_commands()))
+    inline = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
+    return sorted(lines | {line for line in inline if line.split()[1] in PROGRAMS})
 
 
 @pytest.mark.parametrize("line", launch_commands())
@@ -182,7 +161,11 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     if program == "tools/prepare.py":
         program, *flags = flags
     monkeypatch.chdir(tmp_path)
-    create_inputs(flags)
+    for word in (*flags, "data/wikihowAll.csv"):
+        path = Path(word) / ("dataset_info.json" if word.endswith("/prepared") else "")
+        if path.suffix in (".csv", ".json", ".jsonl", ".parquet", ".txt"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(nodes * processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -199,10 +182,14 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
 
+def without_blocks(text: str) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub generates for the headings of a page, all different."""
-    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE)
     words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", x).strip().lower() for x in headings]
     names = [re.sub(r"[^\w\- ]", "", x).replace(" ", "-") for x in words]
     assert len(set(names)) == len(names)
@@ -211,15 +198,13 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_resolve(page):
-    plain = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
-    plain = re.sub(r"`[^`]*`", "", plain)
+    plain = re.sub(r"`[^`]*`", "", without_blocks(PAGES[page]))
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
-        assert path.exists(), f"{page.name}: {target}"
-        assert ROOT in (path, *path.parents), f"{page.name}: {target}"
+        assert path.exists() and ROOT in (path, *path.parents), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
@@ -232,6 +217,14 @@ def test_files_named_in_docs_exist():
         assert any(path.is_file() for path in paths), name
 
 
+def estimate(words: str, *choice: object) -> tuple[str, dict]:
+    """Return the peak memory in GB, as the tables show it, and the estimate."""
+    args = memory_estimator.parse_args(words.split())
+    model = memory_estimator.read_model(args)
+    result = memory_estimator.estimate(model, args, *choice, True, "adamw")
+    return f"{result['peak_bytes'] / 1e9:,.1f}", result
+
+
 COLUMNS = (("ddp", False), ("shard_grad_op", False), ("full_shard", False), ("full_shard", True))
 
 
@@ -240,38 +233,22 @@ def test_memory_table_matches_estimator():
     rows = set(re.findall(pattern, TEXT, re.MULTILINE))
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
-        args = memory_estimator.parse_args(["--model-name", name])
-        model = memory_estimator.read_model(args)
-        choices = [(*column, True, "adamw") for column in COLUMNS]
-        estimates = [memory_estimator.estimate(model, args, *choice) for choice in choices]
-        expected = [f"{estimate['peak_bytes'] / 1e9:,.1f}" for estimate in estimates]
-        expected.append(str(estimates[2]["smallest_nodes"]))
+        estimates = [estimate(f"--model-name {name}", *column) for column in COLUMNS]
+        expected = [figure for figure, _ in estimates]
+        expected.append(str(estimates[2][1]["smallest_nodes"]))
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
 def test_gpu_table_matches_estimator():
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
-    for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
+    rows = set(re.findall(pattern, TEXT, re.MULTILINE))
+    assert len(rows) >= 5
+    for name, gpus, memory, figure, flags in rows:
         nodes = max(1, int(gpus) // 8)
         words = f"--model-name {name} --nodes {nodes} --gpus-per-node {int(gpus) // nodes} "
         words += f"--gpu-memory-gb {memory} {flags}"
-        args = memory_estimator.parse_args(words.split())
-        model = memory_estimator.read_model(args)
-        estimate = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
-        assert estimate["fits"] and f"{estimate['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help_fits_80_columns(name, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit):
-        importlib.import_module(name).parse_args()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 260 and all(len(line) <= 80 for line in lines)
-    text = " ".join("".join(x if x.isascii() else " " for x in " ".join(lines)).split())
-    assert f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in text
-    assert "peak learning rate (default: 5e-05)" in text or name != "llama_fsdp"
+        expected, result = estimate(words, "full_shard", False)
+        assert result["fits"] and figure == expected, (name, gpus)
 
 
 def test_pages_are_short():

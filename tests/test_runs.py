@@ -10,16 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import workers
+from chaos import is_over, workers
 from conftest import (
     ROOT,
+    check_equal_runs,
     check_equal_weights,
     error_lines,
     launch,
-    live_metrics,
     losses,
     metrics,
     status,
+    wait_for_step,
+    wait_until,
 )
 from in_process import start
 
@@ -28,11 +30,9 @@ from core import export
 
 
 @pytest.fixture(scope="module")
-def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for ten steps of `tiny`, which has dropout, with a global batch of 8."""
-    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
-            "--num-train-samples", "0", "--num-val-samples", "0", "--max-steps", "10",
-            "--log-every", "1", "--save-every", "2", "--lr", "1e-3", "--model-name", "tiny",
+def flags(block_flags: list[str]) -> list[str]:
+    """Return flags for ten steps with a global batch of 8 on two ranks."""
+    return [*block_flags, "--max-steps", "10", "--save-every", "2", "--lr", "1e-3",
             "--batch-size", "4"]  # fmt: skip
 
 
@@ -50,75 +50,57 @@ def long_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "95")
 
 
-def check_equal(output: Path, uninterrupted: Path) -> None:
-    """Check that a finished run equals another bit for bit and that it left no temporary
-    files."""
-    for event in ("train", "val"):
-        assert losses(output, event) == losses(uninterrupted, event)
-    check_equal_weights(output / "final", uninterrupted / "final")
-    assert status(output) == "finished"
-    assert not list(output.rglob("tmp-*"))
-
-
-def spawn(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
+def spawn(*command: object, torchrun: list, cwd: Path = ROOT) -> subprocess.Popen:
     """Start torchrun in the background and return its process."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
+    words = ["-m", "torch.distributed.run", *torchrun, *command]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*start, *map(str, command)], cwd=ROOT, **pipes)
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=cwd, **pipes)
 
 
-def wait_for_step(output: Path, step: int) -> None:
-    """Wait until the step is logged."""
-    deadline = time.monotonic() + 100
-    while step not in [line["step"] for line in live_metrics(output, "train")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
+def test_run_stopped_by_a_signal_or_killed_torchrun_resumes(uninterrupted, flags, tmp_path):
     command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
-    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
-    process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
-    wait_for_step(tmp_path, 2)
-    pids = workers(process.pid)
-    assert len(pids) == 2
-    process.send_signal(signal.SIGUSR1)
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR1)
-    assert process.wait(timeout=100) != 0
-    assert status(tmp_path) == "stopped"
-    last = max(losses(tmp_path))
-    assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
+    torchrun = ["--standalone", "--nproc-per-node", 2, "--signals-to-handle",
+                "SIGTERM,SIGINT,SIGUSR1"]  # fmt: skip
+    last = 0
+    for number in (signal.SIGKILL, signal.SIGUSR1):
+        process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=torchrun)
+        wait_for_step(tmp_path, last + 2)
+        pids = workers(process.pid)
+        assert len(pids) == 2
+        process.send_signal(number)
+        for pid in pids if number == signal.SIGUSR1 else ():  # as Slurm does
+            os.kill(pid, number)
+        assert process.wait(timeout=100) != 0
+        wait_until(lambda pids=pids: all(map(is_over, pids)), 100)
+        assert status(tmp_path) == "stopped"
+        last = max(losses(tmp_path))
+        assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
     # Left by a kill during a save.
     for name in ("checkpoints/step-00000099", "tmp-final"):
         (tmp_path / name).mkdir()
     launch(2, "gpt2_fsdp.py", *command)
-    check_equal(tmp_path, uninterrupted)
+    assert status(tmp_path) == "finished"
+    check_equal_runs(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_without_torchrun_exits_with_75(number, flags, tmp_path):
-    command = [sys.executable, ROOT / "gpt2_fsdp.py", *flags, "--output-dir", tmp_path]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*map(str, command), "--max-steps", "500"], **pipes)
-    wait_for_step(tmp_path, 1)
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 75
-    assert "Traceback" not in process.stderr.read()
-    assert status(tmp_path) == "stopped"
-
-
-def test_workers_of_a_killed_torchrun_save_and_exit(flags, tmp_path):
-    process = spawn("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
-    wait_for_step(tmp_path, 2)
-    pids = workers(process.pid)
-    assert len(pids) == 2
-    process.kill()
-    deadline = time.monotonic() + 100
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert status(tmp_path) == "stopped"
+def test_signal_without_torchrun_saves_and_exits_with_75(flags, tmp_path):
+    """The losses are means over three steps, also if the run stops between log lines."""
+    flags = [*flags, "--log-every", "3", "--max-steps", "9", "--eval-every", "0"]
+    run(flags, tmp_path / "whole")
+    output = tmp_path / "stopped"
+    worker = ["tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", output]
+    for number, step in ((signal.SIGTERM, 3), (signal.SIGINT, 6)):
+        command = [sys.executable, *map(str, worker)]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_for_step(output, step)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 75
+        assert "Traceback" not in process.stderr.read() and status(output) == "stopped"
+        newest = max(output.glob("checkpoints/*")).name
+        assert newest in (f"step-0000000{step + 1}", f"step-0000000{step + 2}")
+    run(flags, output)
+    assert losses(output) == losses(tmp_path / "whole")
+    assert list(losses(output)) == [3, 6, 9]
 
 
 def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shutdown):
@@ -130,15 +112,6 @@ def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shu
     assert "tests/workers/faulty.py" in hanging.read_text() and "distributed" in waiting.read_text()
     assert status(tmp_path) == "running" and max(losses(tmp_path)) == 2
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
-
-
-def test_killed_rank_ends_the_job_soon(flags, tmp_path):
-    process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
-    wait_for_step(tmp_path, 2)
-    os.kill(workers(process.pid)[-1], signal.SIGKILL)
-    start = time.monotonic()
-    assert process.wait(timeout=100) != 0
-    assert time.monotonic() - start < 60
 
 
 def test_error_on_one_rank_is_shown_with_its_traceback(flags, tmp_path, long_shutdown):
@@ -156,8 +129,7 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
     command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--log-every", 100, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    (error,) = errors
+    (error,) = error_lines(result.stderr)
     assert "The gradient norm of step 5 is not finite, in samples [" in error
     message = error.removeprefix("error: ")
     assert message in result.stderr.split("Root Cause")[1]  # the last lines on the screen
@@ -172,7 +144,7 @@ def test_full_disk_skips_one_save(uninterrupted, flags, tmp_path):
     warnings = [line for line in result.stdout.splitlines() if "tries again" in line]
     assert len(warnings) == 1 and "step-00000006 could not be saved" in warnings[0]
     assert 6 not in [line["step"] for line in metrics(tmp_path, "save")]
-    check_equal(tmp_path, uninterrupted)
+    check_equal_runs(tmp_path, uninterrupted)
 
 
 def test_disk_that_stays_full_ends_the_run(flags, tmp_path):
@@ -233,31 +205,12 @@ def test_resume_from_an_older_checkpoint_exports_best_again(flags, tmp_path):
     shutil.rmtree(path / "checkpoints/step-00000006")
     shutil.rmtree(path / "best")
     run(flags, path)
-    assert losses(path) == losses(tmp_path / "whole")
-    for name in ("best", "final"):
-        check_equal_weights(path / name, tmp_path / "whole" / name)
-
-
-def test_log_lines_after_a_stop_equal_those_of_an_uninterrupted_run(flags, tmp_path):
-    """Their losses are means over three steps, and the run stops after four."""
-    flags = [*flags, "--log-every", "3", "--max-steps", "9", "--eval-every", "0"]
-    run(flags, tmp_path / "whole")
-    worker = ["tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path / "stopped"]
-    command = [sys.executable, *map(str, worker)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    wait_for_step(tmp_path / "stopped", 3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 75
-    assert max(losses(tmp_path / "stopped")) == 3
-    assert max(tmp_path.glob("stopped/checkpoints/*")).name in ("step-00000004", "step-00000005")
-    run(flags, tmp_path / "stopped")
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    assert list(losses(tmp_path / "whole")) == [3, 6, 9]
+    check_equal_runs(path, tmp_path / "whole", ("best", "final"))
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return the output directory of a finished run of one process, of four steps."""
+    """Return a finished run of one process, of four steps."""
     path = tmp_path_factory.mktemp("original") / "run"
     run(flags, path, "--max-steps", "4")
     return path
@@ -278,7 +231,11 @@ def test_finished_run_changes_nothing_and_can_train_longer(finished, flags, capf
     (finished / "status").write_text("running\nsaved step 4\n")  # as a killed export leaves it
     assert run(flags, finished, "--max-steps", "4") == 0
     assert (finished / "final/model.safetensors").exists() and status(finished) == "finished"
-    assert run(flags, finished, "--max-steps", "6") == 0
+    more = ["--lr", "1e-4", "--weight-decay", "0.5", "--max-steps", "6"]
+    capfd.readouterr()
+    assert run(flags, finished, *more) == 0
+    output = capfd.readouterr().out
+    assert "--lr is 0.0001, was 0.001." in output and "--weight-decay is 0.5, was 0.01." in output
     assert status(finished) == "finished" and list(losses(finished)) == [1, 2, 3, 4, 5, 6]
 
 
@@ -344,33 +301,19 @@ def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_p
     assert metrics(tmp_path, "done")[0]["best_step"] == 0
 
 
-def test_resume_names_changed_flags(finished, flags, capfd):
-    more = ["--lr", "1e-4", "--weight-decay", "0.5", "--max-steps", "6"]
-    assert run(flags, finished, *more) == 0
-    output = capfd.readouterr().out
-    assert "--lr is 0.0001, was 0.001." in output and "--weight-decay is 0.5, was 0.01." in output
-
-
 def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-        shutil.copy(texts[0], folder / "train.txt")
-        shutil.copy(texts[1], folder / "val.txt")
-    text = texts[0].read_text()
-    (folders[1] / "train.txt").write_text(text.replace("sine", "sign", 1))
-    files = ["--dataset", "train.txt", "--val-dataset", "val.txt", "--block-size", "32"]
-    flags = [*files, "--model-name", "tiny", "--output-dir", str(tmp_path / "run")]
+    words = ["--dataset", "train.txt", "--val-dataset", "val.txt", "--block-size", "32"]
+    words += ["--model-name", "tiny", "--output-dir", tmp_path / "run"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29411", "--rdzv-id", "d"]
     processes = []
-    for rank, folder in enumerate(folders):
+    for rank, word in enumerate(("sine", "sign")):
+        folder = Path(shutil.copytree(texts[0].parent, tmp_path / word))
+        (folder / "train.txt").write_text(texts[0].read_text().replace("sine", word, 1))
         monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
-        command += ["--node-rank", str(rank), "--nproc-per-node", "1", ROOT / "gpt2_fsdp.py"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([*command, *flags], cwd=folder, **pipes))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+        node = ["--nnodes", 2, "--node-rank", rank, "--nproc-per-node", 1, *rendezvous]
+        processes.append(spawn(ROOT / "gpt2_fsdp.py", *words, torchrun=node, cwd=folder))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert all(process.returncode for process in processes)
-    message = error_lines(errors[0])[0]
+    message = error_lines(outputs[0])[0]
     assert "data is " in message and " on one rank and " in message
     assert not (tmp_path / "run/metrics.jsonl").exists()

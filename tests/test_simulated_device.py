@@ -7,7 +7,8 @@ import importlib.util
 import os
 
 import pytest
-from conftest import DOCSTRINGS, ROOT, launch, losses, weights
+from chaos import LENGTHS
+from conftest import ROOT, TINY, launch, losses, weights
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 pytestmark = [
@@ -15,11 +16,6 @@ pytestmark = [
     pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent"),
     pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++"),
 ]
-DATA = {
-    "T5_training.py": ["--rouge-samples", "4", "--source-length", "64", "--target-length", "16"],
-    "gpt2_fsdp.py": ["--block-size", "64"],
-    "llama_fsdp.py": ["--max-seq-length", "128"],
-}
 # Each entry resumes from the checkpoint of the previous one.
 CHAIN = [
     ["--precision", "bf16"],
@@ -36,15 +32,14 @@ CHAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", list(DATA))
+@pytest.mark.parametrize("script", LENGTHS)
 def test_scripts_resume_across_strategies_and_after_out_of_memory(script, tmp_path):
     output = tmp_path / "run"
-    flags = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "64",
-             "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
+    flags = [*TINY, "--num-train-samples", "64", "--num-val-samples", "8", "--output-dir", output]
 
     def run(*more: str, memory: float = 0, check: bool = True) -> str:
         environment = os.environ | {"PYTHONPATH": str(SIMULATOR), "SIM_BYTES": str(memory)}
-        command = ["-m", "simdev.run", ROOT / script, *flags, *DATA[script], *more]
+        command = ["-m", "simdev.run", ROOT / script, *flags, *LENGTHS[script], *more]
         result = launch(2, *command, env=environment, check=check)
         assert (result.returncode == 0) == check
         return result.stderr
@@ -73,10 +68,9 @@ def test_adapters_resume_with_offload(base, tmp_path):
         pytest.importorskip("bitsandbytes")
         flags = ["--fsdp", "2", "--load-in-4bit"]
     environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", "--model-name", "tiny", "--dataset",
-               DOCSTRINGS, "--lora-rank", "4", "--max-seq-length", "128", "--num-train-samples",
-               "64", "--num-val-samples", "8", "--log-every", "1", "--output-dir", tmp_path,
-               *flags]  # fmt: skip
+    command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", *TINY, "--lora-rank", "4",
+               "--max-seq-length", "128", "--num-train-samples", "64", "--num-val-samples", "8",
+               "--output-dir", tmp_path, *flags]  # fmt: skip
     for number, more in enumerate((["--precision", "bf16"], ["--cpu-offload"]), start=1):
         launch(2, *command, *more, "--max-steps", str(3 * number), env=environment)
     assert list(losses(tmp_path)) == list(range(1, 7))

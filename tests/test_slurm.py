@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import DOCSTRINGS, ROOT, live_metrics, losses, metrics, status
-from slurm_cluster import slurm, slurm_cluster, wait_until
+from conftest import ROOT, TINY, live_metrics, losses, metrics, status, wait_until
+from slurm_cluster import slurm, slurm_cluster
 
 LAUNCH = ROOT / "launch.slurm"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # has torchrun and shellcheck
@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Job:
     """launch.slurm, submitted with sbatch options; `output` is the run's directory."""
 
-    def __init__(self, output: Path, options: list[str], *words: object, **env: str) -> None:
+    def __init__(self, output: Path, options: Sequence[str], *words: object, **env: str) -> None:
         self.log = output.with_suffix(".log")
         command = ["sbatch", "--parsable", "--output", self.log, *options, LAUNCH, *words]
         env = os.environ | {"PATH": PATH, "CUDA_VISIBLE_DEVICES": ""} | env
@@ -91,10 +91,9 @@ class Job:
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
     """Return flags for one epoch that is short enough for two cores."""
-    return ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--source-length", "64",
-            "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
-            "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",
-            "0"]  # fmt: skip
+    return [*TINY, "--source-length", "64", "--target-length", "16", "--rouge-samples", "0",
+            "--num-train-samples", "280", "--num-val-samples", "40", "--batch-size", "2",
+            "--max-steps", "35"]  # fmt: skip
 
 
 TWO_BY_TWO = ["--nodes", "2", "--ntasks-per-node", "2"]
@@ -144,14 +143,19 @@ def test_job_stopped_before_its_first_step_is_requeued(cluster, flags, tmp_path)
     assert list(losses(output)) == [1, 2, 3]
 
 
+def submit(text: str, directory: Path, *words: object, options: tuple = (), **env: str) -> Job:
+    """Submit a script that has this text; `directory` is its output directory."""
+    (directory / "script.py").write_text(text)
+    words = [directory / "script.py", f"--output-dir={directory}", *words]
+    return Job(directory, options, *words, **env)
+
+
 def test_requeues_are_limited(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
-    output, status = tmp_path, tmp_path / "status"
-    job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
-    job.wait_for(status, "running")
+    job = submit(IDLE_SCRIPT, tmp_path, MAX_REQUEUES="1")
+    job.wait_for(tmp_path / "status", "running")
     slurm("scancel", "--signal=USR1", job.number)
-    job.wait_for(status, "stopped")
-    job.wait_for(status, "running")
+    job.wait_for(tmp_path / "status", "stopped")
+    job.wait_for(tmp_path / "status", "running")
     slurm("scancel", "--signal=USR1", job.number)
     job.wait("FAILED")
     assert job["ExitCode"] == "1:0"  # torchrun waited; it would be 138 if SIGUSR1 had killed it
@@ -160,22 +164,19 @@ def test_requeues_are_limited(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_two_starts_without_progress_fail_the_job(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
-    status = tmp_path / "status"
-    job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
+    job = submit(IDLE_SCRIPT, tmp_path, 0, 5, 5, 5)
     for restart in range(4):
         wait_until(lambda restart=restart: job["Restarts"] == str(restart), 120, job.report)
-        job.wait_for(status, "running")
+        job.wait_for(tmp_path / "status", "running")
         slurm("scancel", "--signal=USR1", job.number)
-        job.wait_for(status, "stopped")
+        job.wait_for(tmp_path / "status", "stopped")
     job.wait("FAILED")
     assert job["Restarts"] == "3" and job.report().count("and requeued") == 3
     assert "two starts in a row saved no step" in job.report()
 
 
 def test_cancelled_job_is_not_requeued(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
-    job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
+    job = submit(IDLE_SCRIPT, tmp_path)
     job.wait_for(tmp_path / "status", "running")
     slurm("scancel", job.number)
     job.wait("CANCELLED")
@@ -193,23 +194,20 @@ def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
 
 
 def test_failing_node_stops_the_others(cluster, tmp_path):
-    (tmp_path / "fails.py").write_text(FAILING_SCRIPT)
-    job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
+    job = submit(FAILING_SCRIPT, tmp_path, options=("--nodes", "2"))
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
 
 
 def test_job_starts_one_process_per_gpu(cluster, tmp_path):
-    (tmp_path / "shows.py").write_text(PRINTING_SCRIPT)
-    job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
+    job = submit(PRINTING_SCRIPT, tmp_path, options=("--partition", "gpus"))
     job.wait("COMPLETED")
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
 def test_job_without_gpus_does_not_train_on_cpus(cluster, tmp_path):
     """Unless CUDA_VISIBLE_DEVICES is empty, as in the other tests."""
-    (tmp_path / "shows.py").write_text(PRINTING_SCRIPT)
-    job = Job(tmp_path / "output", [], tmp_path / "shows.py", CUDA_VISIBLE_DEVICES="0")
+    job = submit(PRINTING_SCRIPT, tmp_path, CUDA_VISIBLE_DEVICES="0")
     job.wait("FAILED")
     (line,) = job.log.read_text().splitlines()
     assert line.startswith("error: Slurm gave this job no GPU. Pass --gpus-per-node=8")
@@ -217,12 +215,11 @@ def test_job_without_gpus_does_not_train_on_cpus(cluster, tmp_path):
 
 def test_sbatch_options_precede_all_commands():
     """sbatch ignores options after the first command, and "# SBATCH" with a space."""
-    lines = LAUNCH.read_text().splitlines()
-    assert lines[0] == "#!/usr/bin/env bash"
+    first, *lines = LAUNCH.read_text().splitlines()
+    assert first == "#!/usr/bin/env bash"
     options = [number for number, line in enumerate(lines) if line.startswith(("#SB", "# SB"))]
-    assert options == list(range(options[0], options[0] + len(options)))
     assert all(line.startswith("#") for line in lines[: options[-1] + 1] if line)
-    for number in options:
+    for number in range(options[0], options[-1] + 1):
         assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
 
 

@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import DOCSTRINGS, ROOT, live_metrics, losses, status
+from chaos import workers
+from conftest import ROOT, SCRIPTS, SHORT, TINY, losses, status, wait_for_step
 from in_process import start
 from plain import loss_class
 from torch import nn
@@ -22,8 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from core import steps, weights
 from core.ranks import Problem
 from core.steps import MicroBatches, StepSampler, parameter_groups
-
-SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
+from summarization_dataset import LengthSampler
 
 
 @pytest.fixture
@@ -57,12 +55,42 @@ def test_every_sample_occurs_once_per_epoch_at_any_world_size(rank_of):
         for rank in range(size):
             rank_of(rank, size)
             assert twelve_steps(batch, accumulation) == [step[rank::size] for step in whole]
-
-
-def test_samples_of_epochs_that_differ_have_numbers_of_their_own(rank_of):
+    # If the samples of epochs differ, they have numbers of their own.
     rank_of(0, 1)
-    expected = [[i + n // 5 * 35 for i in step] for n, step in enumerate(twelve_steps(8, 1))]
+    expected = [[i + n // 5 * 35 for i in step] for n, step in enumerate(whole)]
     assert twelve_steps(8, 1, epochs_differ=True) == expected
+
+
+def test_length_groups_keep_every_sample_at_any_world_size(rank_of):
+    """Also after a resume. The longest step comes first, so that out-of-memory errors occur at
+    once."""
+    lengths = torch.randint(8, 512, (1003,)).tolist()
+    rows = [{"input_ids": range(length)} for length in lengths]
+
+    def sampler(rank: int, size: int) -> LengthSampler:
+        rank_of(rank, size)
+        result = LengthSampler(rows, 16 // size, 1, 7)
+        result.stop = result.steps_per_epoch
+        return result
+
+    whole = list(sampler(0, 1))
+    assert sorted(sum(whole, [])) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in step) for step in whole[:-1]]
+    assert sums[0] == max(sums) and len(whole[-1]) == 1003 % 16
+    assert sums != sorted(sums) and sums != sorted(sums, reverse=True)
+    rank_steps = list(zip(*[list(sampler(rank, 4)) for rank in range(4)], strict=True))
+    assert [sorted(sum(ranks, [])) for ranks in rank_steps] == [sorted(step) for step in whole]
+    longest = [max(lengths[i] for ranks in step for i in ranks) for step in rank_steps]
+    padded_lengths = [n * len(step) for n, step in zip(longest, whole, strict=True)]
+    assert sum(padded_lengths) < 1.05 * sum(lengths)  # 1.9 in random order
+    resumed = sampler(0, 1)
+    resumed.start, resumed.stop = 3, 2 * resumed.steps_per_epoch
+    order = list(resumed)
+    second = order[len(whole) - 3 :]
+    assert order[: len(whole) - 3] == whole[3:]
+    assert sorted(sum(second, [])) == list(range(len(lengths)))
+    common = {frozenset(step) for step in whole} & {frozenset(step) for step in second}
+    assert len(common) <= 1  # the epochs group samples differently
 
 
 def test_step_has_as_many_micro_batches_as_asked_for():
@@ -84,28 +112,22 @@ def test_validation_batches_contain_each_sample_once(rank_of):
         assert Counter(samples) == Counter(range(count))
 
 
-SMALL = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "60",
-         "--num-val-samples", "4", "--batch-size", "4", "--log-every", "1",
-         "--precision", "fp32"]  # fmt: skip
-LENGTHS = {  # and what needs no time
-    "T5_training": ["--source-length", "32", "--target-length", "8", "--rouge-samples", "0"],
-    "gpt2_fsdp": ["--block-size", "32"],
-    "llama_fsdp": ["--max-seq-length", "256"],
-}
+SMALL = [*TINY, "--num-train-samples", "60", "--num-val-samples", "4", "--batch-size", "4",
+         "--precision", "fp32", "--num-workers"]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_worker_processes_do_not_change_the_losses(script, tmp_path):
     """T5 and GPT-2 have dropout. The last run resumes within the second epoch."""
     module = importlib.import_module(script)
-    for name, *more in (
-        ("none", "--max-steps", "22"),
-        ("two", "--max-steps", "22", "--num-workers", "2"),
-        ("resumed", "--max-steps", "18", "--num-workers", "2"),
-        ("resumed", "--max-steps", "22", "--num-workers", "2"),
-    ):
-        flags = [*SMALL, *LENGTHS[script], "--lr-schedule", "constant", *more]
-        assert start(module, *flags, "--output-dir", tmp_path / name, "--warmup-steps", 1) == 0
+    more = [*SHORT[script], "--lr-schedule", "constant", "--warmup-steps", 1]
+    if script == "T5_training":
+        more += ["--rouge-samples", 0]
+    for name, count, last in (
+        ("none", 0, 22), ("two", 2, 22), ("resumed", 2, 18), ("resumed", 2, 22)
+    ):  # fmt: skip
+        flags = [*SMALL, count, *more, "--max-steps", last, "--output-dir", tmp_path / name]
+        assert start(module, *flags) == 0
     expected = losses(tmp_path / "none")
     assert len(expected) == 22
     assert losses(tmp_path / "two") == expected == losses(tmp_path / "resumed")
@@ -115,23 +137,16 @@ def test_worker_processes_do_not_change_the_losses(script, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
     """As Ctrl-C in a terminal, or scancel: the loader's processes get the signal too."""
-    command = [sys.executable, str(ROOT / "gpt2_fsdp.py"), *SMALL, *LENGTHS["gpt2_fsdp"],
-               "--num-workers", "2", "--max-steps", "5000", "--num-train-samples", "4000",
-               "--output-dir", str(tmp_path)]  # fmt: skip
+    command = [sys.executable, str(ROOT / "gpt2_fsdp.py"), *SMALL, "2", *SHORT["gpt2_fsdp"],
+               "--max-steps", "5000", "--num-train-samples", "4000", "--output-dir",
+               str(tmp_path)]  # fmt: skip
     log = tmp_path.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-
-    def wait_for_steps(count: int) -> None:
-        deadline = time.monotonic() + 120
-        while len(live_metrics(tmp_path, "train")) < count:
-            assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-            time.sleep(0.05)
-
-    wait_for_steps(3)
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        os.kill(int(child), number)  # first, so that the rank has time to notice
-    wait_for_steps(len(live_metrics(tmp_path, "train")) + 10)
+    wait_for_step(tmp_path, 3)
+    for child in workers(process.pid):
+        os.kill(child, number)  # first, so that the rank has time to notice
+    wait_for_step(tmp_path, max(losses(tmp_path)) + 10)
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == 75, log.read_text()
     assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()

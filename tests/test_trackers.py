@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 from conftest import losses, metrics, status
@@ -15,11 +15,9 @@ from optional.trackers import Track
 
 
 @pytest.fixture
-def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
+def flags(block_flags: list[str], tmp_path: Path) -> list:
     """Return flags for a short run on one process."""
-    return ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
-            "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
-            "--save-every", "1", "--output-dir", tmp_path / "run"]  # fmt: skip
+    return [*block_flags, "--save-every", "1", "--output-dir", tmp_path / "run"]
 
 
 def run_twice(flags: list[str]) -> None:
@@ -83,69 +81,42 @@ def test_wandb_resumes_the_same_run(flags, tmp_path, monkeypatch):
     assert all(word in stores[0].read_bytes() for word in (b"mine", b"first", b"sweep"))
 
 
-class Recorder(ModuleType):
-    """A tracker that keeps the arguments of its start and all events, and is its own run."""
-
-    def init(self, **options: object) -> "Recorder":
-        """Keep the arguments."""
-        self.options, self.events = options, []
-        return self
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        """Keep the event."""
-        self.events.append((step, numbers))
-
-    def finish(self) -> None:
-        """Keep that the run is over."""
-        self.events.append("finished")
-
-
-class FakeLog:
-    """A log that returns the events that are written to it."""
-
-    def write(self, event: str, step: int, **values: object) -> dict:
-        """Return the event."""
-        return {"event": event, "step": step, "time": 1.5} | values
-
-
 VARIABLES = {"project": "PROJECT", "name": "NAME", "id": "RUN_ID", "dir": "DIR"}
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatch):
-    tracker = Recorder(name)
+    tracker = mock.Mock()
+    tracker.init.return_value = tracker
     monkeypatch.setitem(sys.modules, name, tracker)
     for variable in VARIABLES.values():
         monkeypatch.delenv(f"{name.upper()}_{variable}", raising=False)
     args = gpt2_fsdp.Args(run=Run(output_dir=tmp_path), track=Track(track=(name,)))
-    log = trackers.follow(FakeLog(), args, "my_script", 0)
+    log = mock.Mock(write=lambda event, step, **values: {"step": step, "time": 1.5} | values)
+    trackers.follow(log, args, "my_script", 0)
     run = (tmp_path / "track/id").read_text()
     expected = {"project": "my_script", "name": run, "id": run, "dir": str(tmp_path / "track")}
     keys = list(expected) if name == "wandb" else ["project", "name"]
-    assert tracker.options.pop("config")["optim"]["lr"] == args.optim.lr
-    assert tracker.options == {key: expected[key] for key in keys} | {"resume": "allow"}
+    options = tracker.init.call_args.kwargs
+    assert options.pop("config")["optim"]["lr"] == args.optim.lr
+    assert options == {key: expected[key] for key in keys} | {"resume": "allow"}
     log.write("start", 0, samples=5)
     log.write("val", 2, loss=1.5, losses={"a/x": 2.5, "b/x": 3.5, "a/y.csv": 4.5}, text="text")
     trackers.finish()
     numbers = {"val/loss": 1.5, "val/losses/x": 2.5, "val/losses/b/x": 3.5, "val/losses/y.csv": 4.5}
-    assert tracker.events == [(2, numbers), "finished"]
+    assert tracker.mock_calls[1:] == [mock.call.log(numbers, step=2), mock.call.finish()]
     for variable in VARIABLES.values():
         monkeypatch.setenv(f"{name.upper()}_{variable}", variable)
-    trackers.follow(FakeLog(), args, "my_script", 5)
+    trackers.follow(log, args, "my_script", 5)
     trackers.finish()
-    assert {key: tracker.options[key] for key in keys} == {key: VARIABLES[key] for key in keys}
-
-
-class Broken(ModuleType):
-    """A tracker that cannot reach its server."""
-
-    def init(self, **_: object) -> None:
-        """Raise a connection error."""
-        raise ConnectionError("no route to host")
+    options = tracker.init.call_args.kwargs
+    assert {key: options[key] for key in keys} == {key: VARIABLES[key] for key in keys}
 
 
 def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "wandb", Broken("wandb"))
+    tracker = mock.Mock()
+    tracker.init.side_effect = ConnectionError("no route to host")
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
     assert start(gpt2_fsdp, *flags, "--track", "wandb", "--max-steps", "2") == 0
     output = capfd.readouterr().out
     assert output.count("--track wandb failed") == 1 and "no route to host" in output

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from core import ranks
+from core import args, ranks
 
 
 def start(script: ModuleType, *flags: object) -> int:
@@ -28,3 +28,15 @@ def start(script: ModuleType, *flags: object) -> int:
             if dist.is_initialized():
                 dist.destroy_process_group()
     return 0
+
+
+def refusal(script: ModuleType, *flags: object) -> str:
+    """Return the message with which a script refuses its flags, or "" if it accepts them."""
+    argv = [script.__file__, *map(str, flags)]
+    exit_with = mock.patch.object(args, "exit_with", side_effect=SystemExit)
+    with exit_with as refuse, mock.patch.object(sys, "argv", argv):
+        try:
+            script.parse_args()
+        except SystemExit:
+            return str(refuse.call_args.args[0])
+    return ""

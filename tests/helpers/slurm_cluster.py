@@ -6,11 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import wait_until
 
 # The node names are loopback addresses, which resolve on every machine.
 # cred_expire: a requeued job restarts after this many seconds instead of two minutes.
@@ -48,14 +48,6 @@ GPUS = "".join(f"NodeName=127.0.0.3 Name=gpu File={file}\n" for file in ("/dev/n
 def slurm(*command: object, **options: object) -> str:
     """Return the output of a Slurm command."""
     return subprocess.check_output(list(map(str, command)), text=True, **options).strip()
-
-
-def wait_until(condition: Callable[[], object], seconds: float, report: Callable[[], str]) -> None:
-    """Wait until `condition` holds. After `seconds`, fail with the message of `report`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, report()
-        time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:

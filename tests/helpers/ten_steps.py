@@ -100,7 +100,6 @@ class Watch(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count the call and execute it."""
         if DTensor in types:
             return NotImplemented  # its inner calls are dispatched here
         reduction = torch.ops._c10d_functional.all_reduce.default  # DTensor's
@@ -112,17 +111,10 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Left(Exception):
-    """A script has ended its run, with this exit code."""
-
-
 def parse_args(script: types.ModuleType, flags: list[str]) -> Any:
     """Return a script's arguments for these flags."""
-    before, sys.argv = sys.argv, [f"{script.__name__}.py", *map(str, flags)]
-    try:
+    with mock.patch.object(sys, "argv", [f"{script.__name__}.py", *map(str, flags)]):
         return script.parse_args()
-    finally:
-        sys.argv = before
 
 
 def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int, dict[str, Any]]:
@@ -142,14 +134,14 @@ def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int,
         return train(*values)
 
     def leave(code: int) -> None:
-        raise Left(code)
+        raise SystemExit(code)
 
     hook = register_optimizer_step_post_hook(lambda x, *_: seen.update(optimizer=x))
     with patched(ranks, setup=lambda _: device, leave=leave), patched(script, train=train_and_keep):
         try:
             script.fsdp_main.__wrapped__(args)  # without torchrun's record of errors
-        except Left as left:
-            return left.args[0], seen
+        except SystemExit as end:
+            return end.code, seen
         finally:
             hook.remove()
     raise AssertionError("fsdp_main returned")
@@ -196,12 +188,23 @@ def ten_steps(script: types.ModuleType, args: Any, device: torch.device) -> dict
     assert code == 0
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
+    (val_set, *_) = seen["val_sets"].values()
+    result["val_rows"] = [val_set[i] for i in range(len(val_set))]
     for step in range(args.optim.max_steps):
         samples = samplers[0].samples(step).tolist()
         result["samples"].append(samples)
         rows = [seen["train_set"][i] for i in samples]
         result["rows"].append(tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, rows))
-    return result | logged(args.run.output_dir) | facts(seen)
+    model = seen["model"]
+    moments = [v for s in seen["optimizer"].state.values() for k, v in s.items() if k != "step"]
+    result["optimizer_bytes"] = storage_bytes(moments)
+    result["units"] = sum(isinstance(module, FSDPModule | FSDP) for module in model.modules())
+    result["buffers"] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    result["initial_adapters"] = seen["initial_adapters"]
+    inner = weights.unwrapped(model)
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    result["tied"] = head is not None and head.weight is embedding.weight
+    return result | logged(args.run.output_dir)
 
 
 def logged(output: Path) -> dict[str, Any]:
@@ -212,19 +215,4 @@ def logged(output: Path) -> dict[str, Any]:
         "losses": [event["loss"] for event in trained],
         "norms": [event["grad_norm"] for event in trained],
         "validation": [event["loss"] for event in events if event["event"] == "val"][-1],
-    }
-
-
-def facts(seen: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run (see `run`) had on this rank."""
-    model = seen["model"]
-    moments = [v for s in seen["optimizer"].state.values() for k, v in s.items() if k != "step"]
-    inner = weights.unwrapped(model)
-    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
-    return {
-        "optimizer_bytes": storage_bytes(moments),
-        "units": sum(isinstance(module, FSDPModule | FSDP) for module in model.modules()),
-        "tied": head is not None and head.weight is embedding.weight,
-        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
-        "initial_adapters": seen["initial_adapters"],
     }

@@ -2,10 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 from ten_steps import compile_without_compiler, parse_args
 

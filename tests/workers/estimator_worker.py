@@ -10,9 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
-
 import torch
 import torch.distributed as dist
 from ten_steps import storage_bytes
@@ -61,8 +58,7 @@ def step(script: ModuleType, args: Any, device: torch.device) -> dict[str, float
     return sizes | {"optimizer_bytes": storage_bytes(moments)}
 
 
-def main() -> None:
-    """Write the sizes of all ranks for each model."""
+if __name__ == "__main__":
     output, models = sys.argv[1], json.loads(sys.argv[2])
     results, device = {}, None
     count("all_gather", times=1, position=0)
@@ -77,7 +73,3 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(results))
     ranks.leave(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,10 +10,6 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -34,7 +30,6 @@ if __name__ == "__main__":
     models = []
 
     def inject(step: int) -> None:
-        """Inject the fault at the start of the step."""
         is_target = int(os.environ.get("RANK", 0)) == rank
         if fault == "full" and step == faulty_step + 1:
             limit(resource.RLIM_INFINITY)
@@ -51,7 +46,6 @@ if __name__ == "__main__":
                 limit(100_000)
 
     def keep_model(*args: object) -> torch.nn.Module:
-        """Wrap the model, and keep it."""
         models.append(wrap_model(*args))
         return models[0]
 

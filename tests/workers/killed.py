@@ -39,7 +39,6 @@ if __name__ == "__main__":
     rank, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 
     def die(step: int) -> None:
-        """Kill this process before the step."""
         if step == number and int(os.environ.get("RANK", 0)) == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 

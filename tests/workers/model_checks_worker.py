@@ -8,16 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
-
 from test_startup_checks import EDITS, ON_TWO_RANKS, VARIANTS, check_edit
 
 from core import ranks
 
-
-def main() -> None:
-    """Check all edits in all variants."""
+if __name__ == "__main__":
     device = ranks.setup(5.0)
     results = {}
     for variant, values in VARIANTS.items():
@@ -31,7 +26,3 @@ def main() -> None:
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     ranks.leave(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,9 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), *(str(ROOT / x) for x in ("tests/helpers", "tests", "docs/examples"))]
-
 import torch
 import torch.distributed as dist
 from copied import EMA_SECTION, diffs, edited_script
@@ -150,8 +147,7 @@ def generated(flags: list[str], output: str, device: torch.device) -> dict[str, 
     return results
 
 
-def main() -> None:
-    """Write rank 0's results of each variant to the first argument."""
+if __name__ == "__main__":
     compile_without_compiler()
     output, directory, *data, batch, variants = sys.argv[1:]
     name = SCRIPTS[json.loads((Path(directory) / "config.json").read_text())["model_type"]]
@@ -183,8 +179,4 @@ def main() -> None:
         results["generated"] = generated(common, f"{output}.overfitted", device)
     if dist.get_rank() == 0:
         torch.save(results, output)
-
-
-if __name__ == "__main__":
-    main()
     ranks.leave(0)

@@ -34,13 +34,12 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
 
     steps = {"first step": range(1), "step": LATER}
     validations = {"first validation": range(1), "validation": LATER}
-    exports = {"best export": "best", "export": "final"}
     if phase in steps:
         before_each_step(script, lambda step: pause() if step - 1 in steps[phase] else None)
     elif phase in validations:
         before(script, "evaluate", lambda *args: args[5]["step"] in validations[phase])
-    elif phase in exports:
-        before(script, "export_model", lambda *args: args[2].name == exports[phase])
+    elif phase == "export":
+        before(script, "export_model", lambda *args: args[2].name == "final")
     elif phase == "load":
         before(script, "load_model", lambda *_: True)
     elif phase == "tokenisation":

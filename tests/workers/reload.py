@@ -7,8 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
-
 import torch
 import transformers
 from plain import mean_loss
