@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from conftest import ROOT
 from datasets import Audio, Dataset, DatasetDict, Features, Value, load_dataset
 from transformers import ByT5Tokenizer
 
+import block_dataset
+import summarization_dataset
 from core import reading
 from core.ranks import Problem
+from summarization_dataset import Data
 
 VALUES = [
     {"text": "2024-05-01", "n": None, "of": {"b": 12345678901234567890, "a": [None, 1.5]}},
@@ -23,7 +27,6 @@ VALUES = [
     {"text": "line\u2028separator \x85", "n": "mixed"},
 ]
 PAIRS = [{"text": f"t {i}", "headline": f"h {i}"} for i in range(30)]
-TEXT = Features(text=Value("string"))
 
 
 def jsonl(rows: list) -> str:
@@ -37,18 +40,9 @@ def rows_of(path: object) -> list[dict]:
 
 
 def texts(path: object, bad_rows: str = "fail") -> list[str]:
-    """Return the texts of a data set that must have the columns text and headline."""
-    rows = reading.read(str(path))["train"]
-    columns = reading.first_row(str(path), rows)
-    if missing := [x for x in ("text", "headline") if x not in columns]:
-        raise reading.no_columns(str(path), missing, columns, "Pass --text-column.")
-
-    def read(row: dict) -> list[dict]:
-        if not isinstance(row["text"], str):
-            raise ValueError(f"text is {row['text']}, not text")
-        return [{"text": row["text"]}]
-
-    return reading.map_rows(str(path), rows, ["text"], read, TEXT, bad_rows)["text"][:]
+    """Return the texts of a data set with the columns text and headline."""
+    rows = summarization_dataset.load_rows(str(path), Data(bad_rows=bad_rows), ByT5Tokenizer())
+    return rows["train"]["text"][:]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "list.json", "x.ndjson.gz"])
@@ -81,8 +75,6 @@ def test_names_are_files_globs_folders_and_splits(tmp_path):
     (tmp_path / "saved/README.txt").write_text("not a row")
     assert list(reading.read(f"{tmp_path}/saved")) == ["train", "validation"]
     assert rows_of(f"{tmp_path}/saved:test[:1]") == PAIRS[:1]
-    Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved too")
-    assert rows_of(tmp_path / "saved too") == PAIRS
     for name in ("b.txt", "a.txt", "._a.txt", "x.csv"):
         (tmp_path / name).write_text(name)
     rows = reading.read(str(tmp_path), None, lambda file: [file.read()])["train"]
@@ -92,46 +84,38 @@ def test_names_are_files_globs_folders_and_splits(tmp_path):
             reading.read(f"{tmp_path}/{name}")
 
 
-def test_replaced_file_is_read_again_though_its_time_is_the_same(tmp_path):
-    """tar, zip and rsync restore the modification time."""
-    for path in (tmp_path / "x.jsonl", tmp_path / "x.parquet"):
-        for word in ("old", "new"):
-            if path.suffix == ".parquet":
-                Dataset.from_list([{"text": word}]).to_parquet(path)
-            else:
-                path.write_text(jsonl([{"text": word}]))
-            os.utime(path, (1_700_000_000, 1_700_000_000))
-            assert rows_of(path) == [{"text": word}]
-
-
-def test_replaced_directory_is_read_again_though_the_code_that_made_it_is_the_same(tmp_path):
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "saved"])
+def test_replaced_data_are_read_again(name, tmp_path):
+    """tar, zip and rsync restore the time of a file, and code that reads a file gives rows the same
+    fingerprint."""
+    path = tmp_path / name
     for word in ("old", "new"):
         rows = Dataset.from_list([{"text": word, "headline": "h"}])
-        rows._fingerprint = "same"  # as after a `map` whose function reads a file
-        rows.save_to_disk(tmp_path / "saved")
-        assert texts(tmp_path / "saved") == [word]
+        rows._fingerprint = "same"
+        if name == "saved":
+            rows.save_to_disk(path)
+        else:
+            (rows.to_json if name == "x.jsonl" else rows.to_parquet)(path)
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert texts(path) == [word]
 
 
-def test_second_process_reuses_the_cache(tmp_path):
-    """The tokenizer was used earlier in each process, which must not change the cache key."""
-    (tmp_path / "x.jsonl").write_text('{"text": "a b"}\n' * 30 + '{"text": "c"}\n')
-    program = (
-        "import sys; from block_dataset import *; from transformers import ByT5Tokenizer\n"
-        "class Counting(ByT5Tokenizer):\n"
-        "    calls = 0\n"
-        "    def __call__(self, *args, **options):\n"
-        "        Counting.calls += 'text_target' not in options\n"
-        "        return super().__call__(*args, **options)\n"
-        "tokenizer = Counting(); tokenizer('x', truncation=True, max_length=3)\n"
-        "Counting.calls = 0\n"
-        f"rows = load_blocks('{tmp_path}/x.jsonl', tokenizer, Data(block_size=2))['train']\n"
-        "print(len(rows), Counting.calls)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
-    command = [sys.executable, "-c", program]
-    outputs = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
-    # One call more, without text, shows whether the tokenizer adds BOS.
-    assert [output.splitlines()[-1] for output in outputs] == ["61 32", "61 1"]
+LOAD = """
+import sys
+from block_dataset import Data, load_blocks
+from transformers import ByT5Tokenizer
+print(load_blocks(sys.argv[1], ByT5Tokenizer(), Data(block_size=2))["train"]._fingerprint)
+"""
+
+
+def test_another_process_and_a_used_tokenizer_find_the_cache(tmp_path):
+    path = str(tmp_path / "x.jsonl")
+    Path(path).write_text(jsonl(PAIRS))
+    output = subprocess.check_output([sys.executable, "-c", LOAD, path], cwd=ROOT, text=True)
+    tokenizer = ByT5Tokenizer()
+    tokenizer("x", truncation=True, max_length=3)
+    rows = block_dataset.load_blocks(path, tokenizer, block_dataset.Data(block_size=2))["train"]
+    assert output.split()[-1] == rows._fingerprint
 
 
 UNEVEN = "row {}: the row has more or fewer fields than the header. Correct it, or pass --bad-rows"
@@ -139,26 +123,19 @@ BAD_FILES = {  # name: (content, message)
     "folder": (None, r"folder cannot be read: the folder has no \*.txt. Pass its files"),
     "lfs.csv": ("version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
     "columns.json": (json.dumps({"text": ["a"], "headline": ["b"]}), "is a whole table as one row"),
-    "index.json": (json.dumps({"text": {"0": "a"}, "headline": {"0": "b"}}), "Pass orient=.rec"),
-    "rows.json": (json.dumps({"0": {"text": "a", "headline": "b"}}), "Pass orient='records'"),
     "quote.tsv": ('text\theadline\nx\ty\n"a\tb\nc"\td\n', 'line 4: a field that begins with " spa'),
-    "column.jsonl": (jsonl([{"a": 1, "b": 2}]), "no column text or headline. Its columns are: a, "),
     "broken.jsonl": (jsonl(PAIRS) + '{"text": "b}\n', "broken.jsonl, row 31: Unterminated string"),
     "list.jsonl": ("[1]\n", "list.jsonl cannot be read: the line is not a JSON object"),
     "empty.jsonl": ("", "empty.jsonl cannot be read"),
-    "header.csv": ("text,headline\n", "header.csv cannot be read"),
     "pretty.json": (json.dumps(PAIRS[0], indent=1), "Write a JSON object on each line"),
     "cut.json": ('[{"text": "a"', "cut.json cannot be read: Expecting ',' delimiter"),
     "ints.jsonl": (jsonl([*PAIRS, {"text": 1}]), "row 31: text is 1, not t"),
-    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "utf16.csv cannot be read: .utf-8"),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "quote.csv cannot be read: line 3: unexpected end"),
-    "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "line 3: ',' expected"),
     "wide.csv": ("text,headline\na,b\nc,d,e\n", UNEVEN.format(2)),
     "narrow.csv": ("text,headline\na,b\nc\n", UNEVEN.format(2)),
     "twice.csv": ("text,headline,text\na,b,c\n", "line 1: the header names a column twice"),
     "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "can't decode byte 0xe9"),
     "plain.jsonl.gz": ("text", "plain.jsonl.gz cannot be read: Not a gzipped file"),
-    "nan.jsonl": ('{"text": NaN, "headline": "b"}\n', "nan.jsonl, row 1: text is nan, not text"),
     "bad.parquet": ("no parquet", "bad.parquet cannot be read: Parquet magic bytes"),
 }  # fmt: skip
 
@@ -201,10 +178,8 @@ def test_many_rows_are_mapped_in_order(directory, tmp_path, monkeypatch):
 
 
 def test_cache_that_cannot_be_written_is_named(monkeypatch):
-    def load_dataset(*_: object) -> None:
-        raise OSError(28, "No space left on device", "cache/x.lock")
-
-    monkeypatch.setattr(reading.datasets, "load_dataset", load_dataset)
+    error = OSError(28, "No space left on device", "cache/x.lock")
+    monkeypatch.setattr(reading.datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(Problem, match="No space left on device: 'cache/x.lock'. The cache is /"):
         reading.read("someone/pairs")
 
@@ -221,12 +196,6 @@ def test_files_with_different_fields_keep_their_values_or_are_refused(tmp_path):
         Dataset.from_list([{"turns": [value]}]).to_parquet(tmp_path / f"{number}.parquet")
     with pytest.raises(Problem, match="The features can't be aligned"):
         reading.read(f"{tmp_path}/*.parquet")
-
-
-def test_objects_of_a_saved_data_set_have_no_members_that_arrow_added(tmp_path):
-    rows = [{"calls": [{"a": 1}]}, {"calls": [{"b": "x"}]}, {"calls": None}]
-    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    assert rows_of(tmp_path / "saved") == rows
 
 
 def test_columns_that_nobody_asked_for_are_not_decoded(tmp_path):
@@ -246,14 +215,6 @@ def test_columns_of_mixed_types_are_read_as_values(tmp_path):
     assert texts(tmp_path / "saved", "skip") == values[:1]
 
 
-def test_usual_columns_are_printed(capfd):
-    table = [("article", "summary"), ("question", "answer")]
-    columns = ["id", "question", "answer"]
-    assert reading.usual_columns("x", columns, table) == ("question", "answer")
-    assert "x: uses question and answer; left out: id\n" in capfd.readouterr().out
-    assert reading.usual_columns("x", ["question", "reply"], table) is None
-
-
 @pytest.mark.parametrize("sizes", [[960] + [1] * 39, [400, 300, 200, *[1] * 100], [3] * 300])
 def test_hold_out_keeps_equal_rows_together(sizes):
     keys = np.repeat(np.random.default_rng(0).permutation(10**6)[: len(sizes)], sizes)
@@ -270,13 +231,10 @@ def test_hold_out_keeps_equal_rows_together(sizes):
     ({"input_ids": [5, -1]}, "other tokens"),
     ({"input_ids": [5] * 300}, "300 tokens, but --block-size allows 129"),
     ({"input_ids": []}, "input_ids is empty or not a list of integers"),
-    ({"input_ids": ["a"]}, "is empty or not a list"),
     ({"input_ids": [5.5, 6.0]}, "is empty or not a list"),
-    ({}, "is empty or not a list"),
     ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
     ({"input_ids": [5, 1, 1]}, "the tokens end in padding"),
     ({"input_ids": [0, 0, 5]}, "the tokens begin in padding"),
-    ({"input_ids": [1, 1, 5]}, "the tokens begin in padding"),
     ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "the row has several documents"),
     ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "the row has several documents"),
     ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 2]}, "the row has several documents"),
@@ -287,13 +245,9 @@ def test_invalid_tokens_are_refused(row, message):
         reading.token_ids(row, "input_ids", "--block-size", 129, ByT5Tokenizer())
 
 
-def test_fingerprint_and_tokenizer_digest_see_changes():
+def test_fingerprint_sees_changes():
     rows = [{"input_ids": np.arange(i, i + 3)} for i in range(1000)]
     as_lists = [{"input_ids": row["input_ids"].tolist()} for row in rows]
     assert reading.fingerprint(rows) == reading.fingerprint(as_lists)
     assert reading.fingerprint(rows).startswith("1,000 samples, crc ")
     assert len({reading.fingerprint(x) for x in (rows, rows[1:], rows[::-1], [rows[:2]])}) == 4
-    digests = [reading.tokenizer_digest(x) for x in (ByT5Tokenizer(), ByT5Tokenizer(extra_ids=3))]
-    used = ByT5Tokenizer()
-    used("text", truncation=True, max_length=2)
-    assert digests[0] == reading.tokenizer_digest(used) != digests[1]

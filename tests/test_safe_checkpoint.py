@@ -1,12 +1,11 @@
-"""No code in a checkpoint or data file is ever run."""
+"""No code in a checkpoint, a model or a data file is ever run."""
 
-import io
 import json
 import os
 import pathlib
 import pickle
+import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import error_lines
 from in_process import start
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from transformers import LlamaForCausalLM
 
 import gpt2_fsdp
-from core import reading
+from core import reading, weights
 from optional import safe_checkpoint
 
 
 class Hostile:
-    """Creates a directory when it is unpickled."""
+    """Creates the directory `marker` when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -37,60 +37,35 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "was-here"
 
 
-@pytest.fixture
-def flags(texts: tuple[Path, Path], tmp_path: Path) -> list[str]:
-    """Return flags for a run of `tiny`, which has dropout, that saves every second step."""
-    return ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32",
-            "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
-            "--save-every", "2", "--model-name", "tiny", "--batch-size", "4",
-            "--output-dir", tmp_path / "run"]  # fmt: skip
-
-
-def hostile_metadata(path: Path, marker: Path) -> None:
-    """Replace the metadata with a pickle that runs code."""
-    (path / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))
-
-
-def hostile_class(path: Path, marker: Path) -> None:
-    """Add an object that runs code to valid metadata."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def add_code(metadata: Metadata, marker: Path) -> None:
+    """Add an object that runs code when the metadata are read."""
     metadata.planner_data["more"] = Hostile(marker)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hostile_tensor(path: Path, marker: Path) -> None:
-    """Replace a weight with an entry that is not a tensor, so that DCP would unpickle it."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def add_bytes(metadata: Metadata, _: Path) -> None:
+    """Make an entry of a tensor one that DCP would unpickle."""
     name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
     metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    index, location = next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
-    file = path / location.relative_path
-    code = io.BytesIO()
-    torch.save(Hostile(marker), code)
-    location = replace(location, offset=file.stat().st_size, length=len(code.getvalue()))
-    del metadata.storage_data[index]
-    metadata.storage_data[MetadataIndex(name)] = location
-    file.write_bytes(file.read_bytes() + code.getvalue())
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("attack, message", [
-    (hostile_metadata, "mkdir, which could run code"),
-    (hostile_class, "mkdir, which could run code"),
-    (hostile_tensor, "BytesStorageMetadata, which could run code"),
-])  # fmt: skip
-def test_hostile_checkpoint_runs_no_code(attack, message, flags, marker, tmp_path, capfd):
-    """Its sizes and checksums match."""
+@pytest.mark.parametrize("attack, name", [(add_code, "mkdir"), (add_bytes, "BytesStorageMetadata")])
+def test_hostile_checkpoint_runs_no_code(attack, name, texts, marker, tmp_path, capfd):
+    """Its sizes match, and it has no checksums."""
+    flags = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32",
+             "--model-name", "tiny", "--output-dir", tmp_path]  # fmt: skip
     assert start(gpt2_fsdp, *flags, "--max-steps", "2") == 0
-    path = tmp_path / "run/checkpoints/step-00000002"
-    attack(path, marker)
+    path = tmp_path / "checkpoints/step-00000002"
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    attack(metadata, marker)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     (path / "crc-0.json").unlink()
     state = json.loads((path / "train_state.json").read_text())
-    state["files"] = {name: (path / name).stat().st_size for name in state["files"]}
+    state["files"][".metadata"] = (path / ".metadata").stat().st_size
     (path / "train_state.json").write_text(json.dumps(state))
     for more in (["--max-steps", "4"], ["--export-only"]):
         assert start(gpt2_fsdp, *flags, *more) == 1
-        assert message in error_lines(capfd.readouterr().err)[0], more
+        (error,) = error_lines(capfd.readouterr().err)
+        assert f"{name}, which could run code" in error, more
         assert not marker.exists(), more
 
 
@@ -103,15 +78,32 @@ def test_classes_of_python_3_13_are_allowed(process_group, tmp_path, monkeypatch
     safe_checkpoint.check(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["data.pt", "data.pkl", "data"])
-def test_pickles_and_scripts_are_refused_as_data(name, process_group, marker, tmp_path):
-    path = tmp_path / name
-    if path.suffix:
-        torch.save(Hostile(marker), path)
+def test_pickle_is_refused_as_data(marker, tmp_path):
+    torch.save(Hostile(marker), tmp_path / "data.pkl")
+    with pytest.raises(reading.Problem, match="data.pkl cannot be read"):
+        reading.read(str(tmp_path / "data.pkl"))
+    assert not marker.exists()
+
+
+THEIRS = {  # settings that name code, by file
+    "config.json": {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}},
+    "tokenizer_config.json": {
+        "tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*THEIRS, "pytorch_model.bin"])
+def test_code_of_a_model_is_never_run(name, process_group, llama_directory, marker, tmp_path):
+    directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
+    (directory / "theirs.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    if name in THEIRS:
+        (directory / name).write_text(json.dumps(THEIRS[name]))
     else:
-        path.mkdir()
-        (path / "data.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
-        torch.save(Hostile(marker), path / "train.pkl")
-    with pytest.raises((OSError, ValueError)):
-        reading.read(str(path))
+        for file in directory.glob("model*"):
+            file.unlink()
+        torch.save({"lm_head.weight": Hostile(marker)}, directory / name)
+    message = "custom code" if name in THEIRS else "model.safetensors"
+    with pytest.raises((OSError, ValueError), match=message):
+        _, config, *_ = weights.open_model(str(directory), LlamaForCausalLM, "")
+        weights.new_model(LlamaForCausalLM, config, directory)
     assert not marker.exists()
