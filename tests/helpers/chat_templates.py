@@ -9,38 +9,9 @@ from chat_dataset import TEMPLATES
 PROMPTER = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
 'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
-# Trims content, calls the assistant "model" and rejects system turns.
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
-    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{{ '<start_of_turn>model\n' if add_generation_prompt else '' }}"
-)
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Has no generation prompt and accepts a system turn only before the first user turn.
-LLAMA_2 = (
-    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
-    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ bos_token }}[INST] "
-    "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
-    "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-)
-# Trims content, renders one tool call per turn and lists the tools in a system turn.
-LLAMA_3 = (
-    "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
-    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|eot_id|>{% endif %}"
-    "{% for m in messages %}"
-    "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
-    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
-    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
-    "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 # Puts the system text and the tools before the last user turn.
 MISTRAL = (
@@ -95,27 +66,21 @@ ASKS_FOR_THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
 )
-# Renders the system text only while the last turn is a user turn.
-FORGETS_THE_SYSTEM = (
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
-    "{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}[/INST]"
-    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-KNOWN = {
-    "llama 2": (LLAMA_2, "<s>", "</s>", []),
-    "llama 3": (
-        LLAMA_3,
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-        ["<|start_header_id|>", "<|end_header_id|>"],
-    ),
+# Tokens merge at the start of an answer, or at its end.
+MERGES = {
+    "think": "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>\n\n"
+    "</think>\n\n{% endif %}{{ m.content }} </s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
+    "plain": "{% for m in messages %}{{ '[INST] ' if m.role != 'assistant' }}{{ m.content }}"
+    "{{ ' </s> ' if m.role == 'assistant' else ' [/INST] ' }}{% endfor %}",
+    "prompter": PROMPTER,
+}
+KNOWN = {  # template, BOS, EOS and other special tokens
     "mistral": (MISTRAL, "<s>", "</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]"]),
-    "chatml": (CHATML, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 2.5": (QWEN_2_5, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
-    "gemma": (GEMMA, "<bos>", "<end_of_turn>", ["<start_of_turn>"]),
     "prompter": (PROMPTER, "<s>", "</s>", []),
     "our llama 2": (TEMPLATES["llama-2"], "<s>", "</s>", []),
     "our chatml": (TEMPLATES["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
 }
-TOOLS = ("llama 3", "mistral", "qwen 2.5", "qwen 3")
+TOOLS = ("mistral", "qwen 2.5", "qwen 3")
