@@ -110,7 +110,8 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
             if before:
                 ids = ids[len(tokenizer(before, verbose=False, **options)["input_ids"]) :]
                 before = ""
-            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part else []
+            ends = row.get(LATER) and not documents  # the piece before, which has no EOS
+            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part or ends else []
         is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
         if documents and (is_line or row.get(CONTINUES)):
             documents[-1]["input_ids"].pop()
@@ -124,10 +125,13 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
-        return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
-    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
-    if CONTINUES not in columns and any(x in str(columns[column]) for x in special):
-        print0(f"{name}: the first text spells a special token, which stays plain text")
+        return reading.map_rows(name, rows, columns, from_tokens, FEATURES, *key)
+    names = [x for x in rows.column_names if x in (column, reading.LINE)]
+    some = str(rows.select_columns(names)[:1000])
+    special = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special}
+    special -= {eos} if CONTINUES in columns else set()  # there it ends documents
+    if spelled := [token for token in special if token in some]:
+        print0(f"{name}: the texts spell {' and '.join(sorted(spelled))}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")

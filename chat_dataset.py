@@ -29,6 +29,7 @@ FEATURES = Features({"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMB
                      "first_target": NUMBER, "spells": NUMBER})  # fmt: skip
 # Instead of today's date, so that each start has the same texts.
 FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
+| replace('%-d', '26') | replace('%I', '12') | replace('%p', 'PM')
 | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
 | replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
 | replace('%M', '00') | replace('%S', '00') -}}{%- endmacro %}"""
@@ -124,6 +125,8 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     length = args.max_seq_length + 1
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
+    if not form and tokenizer.chat_template == LLAMA_2:
+        print0(f"{name}: not chats, so the chat template llama-2 in final/ will not fit the model")
     tokens = AnswerTokens(tokenizer)
     added = tokenizer.added_tokens_decoder.values()
     special = [str(token) for token in added if token.special]
@@ -141,8 +144,10 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
             documents = [encode_text(prompt, tokenizer)]
             contents = prompt
         else:
-            documents = [read_tokens(row, length, tokenizer)]
-            prompt = documents[0][0]
+            ids, labels = read_tokens(row, length, tokenizer)
+            documents = [(ids, labels)]
+            first = np.argmax(np.array(labels) != -100)
+            prompt = ids[:first] if first > 1 else ids
         samples = [sample(prompt, *document, length) for document in documents]
         samples[0]["spells"] = int(any(token in contents for token in special))
         return samples
@@ -167,6 +172,8 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     form: tuple = ()
     pair = args.prompt_column, args.completion_column
     is_alone = len(args.dataset) + len(args.val_dataset) == 1
+    if args.text_column != Data.text_column and args.text_column in columns:
+        return ()
     if columns.keys() >= {*pair}:
         form = pair
     elif any(pair) and (is_alone or columns.keys() & {*pair}):
@@ -211,7 +218,11 @@ def read_chat(row: Row, form: Sequence[str]) -> Chat:
     turns = as_turns(row, form[0], "user")
     if len(form) == 2:
         turns = [as_context(turn) for turn in turns]
-        turns += as_turns(row, form[1], "assistant")
+        answers = as_turns(row, form[1], "assistant")
+        if answers[0].get("role") != "assistant":
+            raise ValueError(f"{form[1]} does not start with the assistant. If it is a whole chat, "
+                             "write it as messages")  # fmt: skip
+        turns += answers
     system = row.get("system") or row.get("system_prompt")
     if system and system != turns[0].get("content"):
         if turns[0].get("role") == "system":
@@ -273,19 +284,21 @@ def check_turn(turn: Row) -> None:
             raise ValueError(f"the call to {function['name']} has no object `arguments`")
 
 
-def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
-    """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none."""
+def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> str:
+    """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none. Return a
+    digest of the template."""
     if choice is None and tokenizer.chat_template is not None:
-        return
+        return reading.digest(tokenizer.chat_template)[:8]
     choice = choice or "llama-2"
     path = Path(choice).expanduser()
     if choice in TEMPLATES:
         tokenizer.chat_template = TEMPLATES[choice]
     elif path.is_file():
-        tokenizer.chat_template = path.read_text(encoding="utf-8", errors="replace")
+        tokenizer.chat_template = path.read_text(encoding="utf-8-sig")
     else:
         raise Problem(f"--chat-template {choice} is neither a file nor {' or '.join(TEMPLATES)}.")
     print0(f"The chat template is {choice}, in best/ and final/ too.")
+    return reading.digest(tokenizer.chat_template)[:8]
 
 
 def encode(chat: Chat, tokens: "AnswerTokens") -> list[Document]:
@@ -330,6 +343,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
         raise Problem(f"the chat template drops the tools. {ADVICE}")
     documents: list[tuple[str, Spans]] = []
     text, answers, checked = "", [], 0  # of the last document, and the number of its turns
+    is_ended = True  # whether the template puts a marker after the answer
     for i, turn in enumerate(turns):
         if not is_target(chat[0][i]):
             continue
@@ -343,14 +357,15 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
                              "generation prompt, so training would differ from use. If the prompt "
                              "opens <think>, the answers need reasoning_content. Or pass "
                              "--chat-template chatml, which opens none")  # fmt: skip
-        if not text.startswith(before):
+        if not is_ended or not text.startswith(before):
             documents.append((before, answers))
             before, answers, checked = "", [], 0
         check_rendered(turns[checked:i], prompt[len(before) :], with_reasoning=False)
         check_rendered([turn], text[len(prompt) :], with_reasoning=True)
         answers.append((len(prompt), len(text)))
         checked = i + 1
-    if whole.startswith(text):  # with the turns after the last answer
+        is_ended = bool(turn.get("tool_calls")) or not text.endswith(turn["content"].rstrip())
+    if is_ended and whole.startswith(text):  # with the turns after the last answer
         check_rendered(turns[checked:], whole[len(text) :], with_reasoning=False)
         text = whole
     return [*documents, (text, answers)]
@@ -380,7 +395,7 @@ def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
             if text.count("</think>") > thoughts + ("reasoning_content" in turn):
                 raise ValueError("the chat template adds </think> to an answer that has one. Write "
                                  "the reasoning as reasoning_content")  # fmt: skip
-            parts = reasoning.rpartition("<think>")[2], turn.get("reasoning_content", "")
+            parts = *reasoning.rpartition("<think>")[::2], turn.get("reasoning_content", "")
             for part in (*parts, turn.get("thinking", "")):
                 find(part, text, 0, role)
         if role != "system":

@@ -152,7 +152,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
-        return read_tokens(name, rows, args, tokenizer)
+        return read_tokens(name, rows, columns, args, tokenizer)
     # With several data sets, the flags are for those that have the columns.
     are_defaults = needed == (Data.source_column, Data.target_column)
     if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
@@ -196,18 +196,22 @@ def on_one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]\s*", " ", text)
 
 
-def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
+def read_tokens(
+    name: str, rows: Dataset, columns: dict, args: Data, tokenizer: Tokenizer
+) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
     limits = args.source_length, args.target_length
 
     def read(row: dict[str, Any]) -> list[dict[str, Any]]:
         ids = reading.token_ids(row, "input_ids", "--source-length", limits[0], tokenizer)
         labels = reading.token_ids(row, "labels", "--target-length", limits[1], tokenizer)
+        if labels[-1] != tokenizer.eos_token_id:
+            raise ValueError("labels do not end in EOS, so the model would not learn to stop")
         key = stable_hash(repr(ids))
         return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
 
     key = args.bad_rows, limits, len(tokenizer)
-    return reading.map_rows(name, rows, TOKENS, read, TOKENS | KEY, *key)
+    return reading.map_rows(name, rows, columns, read, TOKENS | KEY, *key)
 
 
 def split_wikihow(rows: Dataset) -> reading.Parts:
@@ -243,9 +247,12 @@ def draw(
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
         loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
-        pairs = zip(rows["text"], rows["summary"], strict=True)
-        if count := loses_breaks * sum("\n" in text + summary for text, summary in pairs):
+        texts = [x + y for x, y in zip(rows["text"], rows["summary"], strict=True)]
+        if count := loses_breaks * sum("\n" in text for text in texts):
             print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
+        special = [x for x in tokenizer.all_special_tokens if "extra_id" not in x]
+        if count := sum(any(x in text for x in special) for text in texts):
+            print0(f"{spec}, {split}: {count:,} rows spell a special token, which it becomes")
         rows = encode(spec, rows, tokenizer, args)
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
     targets = np.concatenate(rows.with_format("numpy")["labels"][:])
@@ -350,6 +357,7 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
     # One position stays visible, because attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
+    masks = [example.get("attention_mask", [1] * len(example["input_ids"])) for example in examples]
     targets = [example["labels"] for example in examples]
     multiple = 8 if torch.accelerator.is_available() else 1
     labels = pad(targets, -100, multiple=multiple)
@@ -357,13 +365,13 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
     decoder_attention_mask = (labels != -100).long()
     decoder_attention_mask[:, 0] = 1
-    count = sum(map(len, targets))
+    count = int((labels != -100).sum())
     return {
         "input_ids": pad(sources, pad_token_id, multiple=multiple),
-        "attention_mask": pad([[1] * len(source) for source in sources], 0, multiple=multiple),
+        "attention_mask": pad(masks, 0, multiple=multiple),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
         "targets": count,
-        "tokens": count + sum(map(len, sources)),
+        "tokens": count + sum(map(sum, masks)),
     }

@@ -15,7 +15,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,7 @@ LINE = "json line"  # the only column of files: a row as JSON, which `parse` rea
 UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV files
 TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
-MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask",
-         "response_mask", "mask")  # of tokenized rows  # fmt: skip
-PACKED = ("position_ids", "seq_lengths")  # columns of tokenized rows that have several documents
+TOKENS = ("input_ids", "labels", "token_type_ids", "special_tokens_mask")  # of tokenized rows
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 
 
@@ -72,19 +70,21 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
     the rows of an open text file. Raise Problem if the data cannot be read."""
     name, _, split = spec.partition(":")
     path = Path(name).expanduser()
-    pattern = str(path / "*.txt" if path.is_dir() else path)
+    pattern = f"{escape(str(path))}/*.txt" if path.is_dir() else str(path)
     files = [path] if path.is_file() else sorted(map(Path, glob(pattern, recursive=True)))
     parts: Any = []
     try:
         if any(path.glob("dataset_*.json")):  # which save_to_disk writes
             parts = datasets.load_from_disk(path)
             # Their fingerprints are those of the code that made them, not of what they contain.
-            keys = [_key(file) for file in sorted(path.rglob("*.arrow"))]
             for rows in parts.values() if isinstance(parts, dict) else [parts]:
+                keys = [_key(Path(file["filename"])) for file in rows.cache_files]
                 rows._fingerprint = digest(rows._fingerprint, keys)
         elif files:
             for path in files:
                 parts.append(_read_file(path, text_rows))
+            if len({LINE in rows.column_names for rows in parts}) > 1:
+                raise ValueError("Parquet files need a --dataset of their own")
             parts = concatenate_datasets(parts)
         elif path.is_dir():
             raise ValueError("the folder has no *.txt. Pass its files, such as FOLDER/*.jsonl")
@@ -124,7 +124,7 @@ def _read_file(path: Path, text_rows: Callable | None) -> Dataset:
         if file.read(20) == b"version https://git-":
             raise ValueError("it is a pointer of Git LFS. Run `git lfs pull`")
     if suffix == ".parquet":
-        return datasets.load_dataset("parquet", key, data_files=str(path), split="train")
+        return datasets.load_dataset("parquet", key, data_files=escape(str(path)), split="train")
     readers = dict.fromkeys((".json", ".jsonl", ".ndjson"), _json_rows)
     readers |= dict.fromkeys((".csv", ".tsv"), _csv_rows)
     reader = readers.get(suffix, text_rows)
@@ -172,8 +172,9 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
     except (ValueError, IndexError) as error:
         raise Problem(f"The first row of data set {name} cannot be read: {error}. Write a JSON "
                       "object on each line.") from None  # fmt: skip
-    first = next(iter(row.values()), None)
-    if len(rows) == 1 and isinstance(first, dict | list) and {*map(type, first)} in TABLE_TYPES:
+    columns = [x for x in row.values() if isinstance(x, dict | list)]
+    is_table = len(columns) == len(row) and len({*map(len, columns)}) == 1
+    if len(rows) == 1 and is_table and any({*map(type, x)} in TABLE_TYPES for x in columns):
         raise Problem(f"Data set {name} is a whole table as one row, such as pandas' to_json "
                       "writes. Pass orient='records' and lines=True to it.")  # fmt: skip
     return row
@@ -220,11 +221,11 @@ def map_rows(
     bad_rows: str, *key: object,
 ) -> Dataset:  # fmt: skip
     """Return the samples, dicts of `features`, of which `function` makes a list of each row. It
-    gets the `columns` that exist and masks, or a row of a file. `key` and the function's file are
+    gets the `columns` that exist, or a row of a file. `key` and the function's file are
     the key of the cache. If it raises ValueError, raise Problem with the number of the row or, if
     `bad_rows` is "skip", leave the row out."""
     rows = rows.with_format(None)
-    wanted = {LINE, *MASKS, *PACKED, *columns}
+    wanted = {LINE, *columns}
     rows = rows.select_columns([x for x in rows.column_names if x in wanted])
     skipped: list[int] = []  # by this process
 
@@ -266,12 +267,13 @@ def token_ids(
 ) -> list[int]:
     """Return the tokens in a column of a row. Raise ValueError unless they are 1 to `limit` ids of
     the tokenizer without padding, and no mask excludes some."""
-    if excluded := [mask for mask in MASKS if 0 in (row.get(mask) or ())]:
-        raise ValueError(f"{excluded[0]} excludes tokens, and it is not read. Remove them")
-    positions, lengths = (row.get(name) or [] for name in PACKED)
-    if positions.count(0) > 1 or len(lengths) > 1 or 2 in (row.get("attention_mask") or ()):
-        raise ValueError("the row has several documents, which would attend to each other. Split "
-                         "it, or do not pack")  # fmt: skip
+    for name, values in row.items():  # masks, weights, other labels, lengths of packed documents
+        if name in TOKENS or not isinstance(values, list) or len(values) < 2:
+            continue
+        ignored = [*range(len(values))] if name == "position_ids" else [1] * len(values)
+        if isinstance(values[0], int | float) and values != ignored:
+            raise ValueError(f"{name} is not read, and not all 1. Remove the tokens that it "
+                             "excludes, or split the documents that it separates")  # fmt: skip
     ids = row.get(column)
     if not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{column} is empty or not a list of integers")
@@ -282,7 +284,8 @@ def token_ids(
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     if ids[-1] == pad != eos or ids[-2:] == [eos, eos]:
         raise ValueError("the tokens end in padding")
-    if ids[:2] in ([token, token] for token in (eos, pad, tokenizer.bos_token_id)):
+    bos = tokenizer.bos_token_id
+    if ids[0] == pad not in (eos, bos) or ids[:2] in ([eos, eos], [pad, pad], [bos, bos]):
         raise ValueError("the tokens begin in padding, or with BOS twice")
     return ids
 

@@ -5,6 +5,7 @@ Without this file, rows in these formats are refused, and chatml is not a built-
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
               "loss_scale", "loss_weight")  # fmt: skip
+READ = (*TRAIN_KEYS, "system", "system_prompt", "tools")  # columns beside those of the chat
 # Columns besides the chat that are read here, or refused.
 COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "label", "kto_tag")
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
@@ -49,6 +51,8 @@ date time timestamp created created_at create_time updated_at model model_name l
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
 token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
 stop_reason end_turn recipient"""
+PART_KEYS = {"type", "text", "value", "cache_control", "annotations", *TRAIN_KEYS}
+TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 # Tools and calls as in Hermes and Qwen 2.5.
@@ -105,18 +109,15 @@ def find_columns(
                       "answer as one row of messages.")  # fmt: skip
     if args.text_column in columns:
         return ()
-    return usual_columns(name, columns, PAIRS) or ()
+    return usual_columns(name, [x for x in columns if x not in READ], PAIRS) or ()
 
 
 def print_unread(name: str, columns: dict[str, Any], form: tuple[str, ...]) -> None:
-    """Print which texts in the first row are not part of the pairs, or of a chat's context."""
-    read = {*form, *TRAIN_KEYS, "system", "system_prompt", "tools"}
+    """Print which columns of the first row are not part of the chats."""
+    read = {*form, *READ}
     if form[0] in INSTRUCTIONS:
         read |= {*INPUTS}
-    unread = [x for x, value in columns.items() if x not in read and isinstance(value, str | list)]
-    if len(form) == 1:
-        unread = [x for x in unread if x in (*INPUTS, "documents")]
-    if unread:
+    if unread := [x for x in columns if x not in read]:
         print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
 
 
@@ -126,8 +127,8 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
     for key in MEDIA:
         if row.get(key):
             raise ValueError(f"the row has {key}, and this script trains on text only")
-    tags = ("label", "kto_tag") if form[0] in ("messages", "prompt") else ("kto_tag",)
-    for key in tags:
+    has_tags = form[0] in ("messages", "prompt", "conversations", "conversation")
+    for key in ("label", "kto_tag") if has_tags else ("kto_tag",):
         if str(row.get(key)).lower() == "false":
             raise Problem(f"a row has {key} false, so its answer is a bad example (KTO), which "
                           "needs another loss. Delete such rows, or the column.")  # fmt: skip
@@ -171,6 +172,8 @@ def as_text(value: Any, name: str) -> str:
 
 def read_turns(value: Any) -> Any:
     """Return the turns in a list of messages, or in a message, and another value unchanged."""
+    if isinstance(value, str) and TURNS_AS_TEXT.match(value):
+        raise ValueError("the turns are text. Write them as objects, or in one column messages")
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
@@ -194,6 +197,9 @@ def read_turn(turn: dict) -> dict:
     if isinstance(content, list):
         content = joined_parts(content)
     result = {"role": role, "content": "" if content is None and calls else content}
+    for key in ("recipient", "metadata"):  # the function that a call is for
+        if isinstance(turn.get(key), str) and turn[key] not in ("", "all"):
+            raise ValueError(f"the {role}'s turn has {key} {turn[key]!r}. Write tool_calls")
     if calls:
         result["tool_calls"] = [parse_call(call) for call in calls]
     if not is_trained(turn, f"{role}'s turn"):
@@ -212,7 +218,7 @@ def joined_parts(parts: list) -> Any:
     for part in parts:
         text = part.get("text", part.get("value"))
         is_text = "text" in part.get("type", "text") and isinstance(text, str)
-        if not is_text or not is_trained(part, "part"):
+        if not is_text or part.keys() - PART_KEYS or not is_trained(part, "part"):
             return parts
         texts.append(text)
     return "".join(texts) if texts else parts

@@ -88,10 +88,17 @@ def test_text_of_eos_ends_a_document_in_text_files_only(tmp_path, capfd):
     assert "a.txt: 2 documents end in </s>" in capfd.readouterr().out
     tokenizer = small_tokenizer(None)
     for text, is_named in (("<s>user", False), ("a</s>b", True)):
-        rows = load(write_rows(tmp_path / "x.jsonl", [{"text": text}]), tokenizer)
-        assert ids_of(rows).count(tokenizer.eos_token_id) == 1
-        line = "the first text spells a special token, which stays plain text"
+        rows = load(write_rows(tmp_path / "x.jsonl", [{"text": "b"}, {"text": text}]), tokenizer)
+        assert ids_of(rows).count(tokenizer.eos_token_id) == 2
+        line = "the texts spell </s>, which stay plain text"
         assert (line in capfd.readouterr().out) == is_named
+
+
+def test_eos_between_pieces_of_a_text_file_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_dataset, "PIECE", 16)
+    tokenizer = small_tokenizer(None)
+    (tmp_path / "x.txt").write_text("\n</s>\n".join(["a"] * 200))
+    assert ids_of(load(tmp_path / "x.txt", tokenizer)).count(tokenizer.eos_token_id) == 200
 
 
 def test_columns_are_found_or_named(tmp_path, capfd):

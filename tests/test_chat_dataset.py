@@ -216,6 +216,15 @@ def test_last_answer_gets_one_eos():
     assert target_texts(ids, labels, tokenizer) == [answers[1]]
 
 
+def test_each_answer_without_an_end_marker_is_a_document_that_ends_in_eos():
+    """As with GLM-4's template."""
+    tokenizer = byt5("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+                     "{{ '<|assistant|>' if add_generation_prompt }}")  # fmt: skip
+    for chat in (CHAT[1:5], CHAT[1:6]):
+        texts = [target_texts(*pair, tokenizer) for pair in encode(chat, tokenizer)]
+        assert texts == [[turn["content"].rstrip() + "</s>"] for turn in CHAT[2:5:2]]
+
+
 def test_thoughts_are_targets_once():
     tokenizer = known_tokenizer("qwen 3")
     pairs = encode(THOUGHTS[:5], tokenizer)
@@ -224,6 +233,8 @@ def test_thoughts_are_targets_once():
     separate = [USER, ASSISTANT | {"reasoning_content": "Hm."}]
     inline = [USER, ASSISTANT | {"content": THINK + "b"}]
     assert encode(separate, tokenizer) == encode(inline, tokenizer)
+    with pytest.raises(ValueError, match="drops 'Well.' of the assistant's turn"):
+        encode([USER, ASSISTANT | {"content": "Well." + THINK + "b"}], tokenizer)
     context = [USER, separate[1] | {"train": False}, USER, ASSISTANT]
     assert "Hm." not in tokenizer.decode(encode(context, tokenizer)[0][0])
     tokenizer = known_tokenizer("our chatml")
@@ -287,7 +298,7 @@ def test_template_that_drops_context_is_refused(tools, old, new, message):
 
 
 def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
-    (tmp_path / "own.jinja").write_text(CHATML)
+    (tmp_path / "own.jinja").write_text(CHATML, encoding="utf-8-sig")
     for original, flag, template, message in (
         (None, None, chat_dataset.LLAMA_2, "The chat template is llama-2"),
         (PROMPTER, None, PROMPTER, ""),
@@ -302,7 +313,7 @@ def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
 
 
 def test_template_always_writes_the_same_date():
-    for form, expected in (("'%d %b %Y'", "26 Jul 2024"), ("'%Y' + '-%m-%d'", "2024-07-26")):
+    for form, expected in (("'%-d %b %Y'", "26 Jul 2024"), ("'%Y' + '-%m-%d'", "2024-07-26")):
         tokenizer = byt5("{% set f = " + form + " %}{{ strftime_now(f) }}" + PROMPTER)
         [(ids, _)] = encode(CHAT, tokenizer)
         assert tokenizer.decode(ids).startswith(f"{expected}<|system|>")
@@ -331,6 +342,10 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     parts = reading.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
+    ids = [[5, i % 40 + 10, i + 60, 1] for i in range(200)]  # 40 prompts
+    rows = [{"input_ids": x, "labels": [-100, -100, *x[2:]]} for x in ids]
+    keys = load_documents(write(tmp_path / "tokens.jsonl", rows))["key"]
+    assert len({*keys}) == 40
 
 
 def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path):
@@ -344,6 +359,9 @@ def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path):
     texts = [byt5().decode(row["input_ids"]) for row in train.dataset]
     assert sum("|assistant|> x" in text for text in texts) == 38
     assert sum("|prompter|> q" in text for text in texts) == 76
+    both = write(tmp_path / "both.jsonl", [{"body": "a", "messages": turns[0]}])
+    [document] = load_documents(both, text_column="body")
+    assert document["input_ids"] == [ord("a") + 3, 1]
     with pytest.raises(Problem, match="no column q or .* Its columns are: messages. Pass both --"):
         read_row({"messages": turns[0]}, prompt_column="q")
 
@@ -378,7 +396,7 @@ def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):
 
 def test_packs_depend_on_seed_and_epoch():
     ids = [[i % 250 + 3, *range(3, 4 + i % 30)] for i in range(300)]  # 2 to 31 tokens
-    rows = reading.join([Dataset.from_dict({"input_ids": ids, "labels": ids})])
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids}).with_format("numpy")
 
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
         dataset = chat_dataset.PackedDataset(rows, 64, seed)

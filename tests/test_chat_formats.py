@@ -115,8 +115,9 @@ def test_chosen_answers_train_with_flags():
     ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "and answer; left out: choices"),
     ({"instruction": "q", "output": "a", "rationale": "r"}, "and output; left out: rationale"),
     ({"prompt": "q", "context": "c", "completion": "a"}, "and completion; left out: context"),
-    ({"messages": [ASK, ANSWER], "documents": ["d"], "id": "1"}, "messages; left out: documents\n"),
-    ({"instruction": "q", "input": "i", "output": "a", "score": 3}, None),
+    ({"messages": [ASK, ANSWER], "response": "b", "id": 1}, "messages; left out: response, id\n"),
+    ({"system_prompt": "s", "question": "q", "response": "a"}, "response; left out: nothing\n"),
+    ({"instruction": "q", "input": "i", "output": "a", "system": "s"}, None),
 ])  # fmt: skip
 def test_text_that_is_left_out_of_a_pair_is_named(row, line, capfd):
     read_row(row)
@@ -155,7 +156,13 @@ def test_text_column_names_documents(tmp_path):
     ({"messages": [ASK, ANSWER], "label": False}, "label false, so its answer is a bad example"),
     ({"prompt": "a", "completion": "b", "label": "False"}, "label false, so its answer is a bad"),
     ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "kto_tag false, .*Delete such rows"),
+    ({"conversations": [HUMAN, GPT], "label": False}, "label false, so its answer is a bad"),
     ({"prompt": "a", "completion": 5}, "completion is empty or not"),
+    ({"prompt": str([ASK]), "completion": "b"}, "the turns are text. Write them as objects"),
+    ({"prompt": "a", "completion": json.dumps([ANSWER])}, "the turns are text"),
+    ({"prompt": "a", "completion": [ASK, ANSWER]}, "completion does not start with the assist"),
+    ({"messages": [ASK, ANSWER | {"recipient": "get_weather"}]}, "has recipient 'get_weather'"),
+    ({"messages": [USER, ASSISTANT | {"content": [{"text": "b", "title": "t"}]}]}, "not text"),
     ({"instruction": "a", "input": float("nan"), "output": "b"}, "input is nan, not text"),
     ({"instruction": "a", "input": ["c"], "output": "b"}, r"input is \['c'\], not text"),
 ])  # fmt: skip

@@ -134,6 +134,7 @@ BAD_FILES = {  # name: (content, message)
     "wide.csv": ("text,headline\na,b\nc,d,e\n", UNEVEN.format(2)),
     "narrow.csv": ("text,headline\na,b\nc\n", UNEVEN.format(2)),
     "twice.csv": ("text,headline,text\na,b,c\n", "line 1: the header names a column twice"),
+    "table.json": (json.dumps({"id": [1, 2], "text": ["a", "b"]}), "is a whole table as one row"),
     "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "can't decode byte 0xe9"),
     "plain.jsonl.gz": ("text", "plain.jsonl.gz cannot be read: Not a gzipped file"),
     "bad.parquet": ("no parquet", "bad.parquet cannot be read: Parquet magic bytes"),
@@ -196,6 +197,8 @@ def test_files_with_different_fields_keep_their_values_or_are_refused(tmp_path):
         Dataset.from_list([{"turns": [value]}]).to_parquet(tmp_path / f"{number}.parquet")
     with pytest.raises(Problem, match="The features can't be aligned"):
         reading.read(f"{tmp_path}/*.parquet")
+    with pytest.raises(Problem, match="Parquet files need a --dataset of their own"):
+        reading.read(f"{tmp_path}/*[b1].*")
 
 
 def test_columns_that_nobody_asked_for_are_not_decoded(tmp_path):
@@ -235,12 +238,12 @@ def test_hold_out_keeps_equal_rows_together(sizes):
     ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
     ({"input_ids": [5, 1, 1]}, "the tokens end in padding"),
     ({"input_ids": [0, 0, 5]}, "the tokens begin in padding"),
-    ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "the row has several documents"),
-    ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "the row has several documents"),
-    ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 2]}, "the row has several documents"),
-    *(({"input_ids": [5, 6], name: [0, 1]}, f"{name} excludes tokens") for name in reading.MASKS),
+    ({"input_ids": [0, 5]}, "the tokens begin in padding"),
+    *(({"input_ids": [5, 6, 7], name: values}, f"{name} is not read, and not all 1")
+      for name, values in (("position_ids", [0, 1, 0]), ("seq_lens", [2, 1]),
+                           ("loss_mask", [0, 1, 1]), ("label_ids", [-100, 6, 7]))),
 ])  # fmt: skip
-def test_invalid_tokens_are_refused(row, message):
+def test_tokens_that_would_train_otherwise_are_refused(row, message):
     with pytest.raises(ValueError, match=message):
         reading.token_ids(row, "input_ids", "--block-size", 129, ByT5Tokenizer())
 

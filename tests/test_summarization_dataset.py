@@ -194,6 +194,9 @@ def test_tokenized_rows_are_not_cut(tmp_path):
         load(**flags | {"source_length": 2})
     with pytest.raises(Problem, match="has no usable rows among 40"):
         load(**flags | {"target_length": 1}, bad_rows="skip")
+    write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "labels": [5, 6]}])
+    with pytest.raises(Problem, match="labels do not end in EOS"):
+        load(**flags)
 
 
 def words_tokenizer(template=True, vocabulary="abcdefgh"):
@@ -225,12 +228,13 @@ def test_encoded_texts_end_with_eos(tmp_path, template):
 def test_texts_that_the_tokenizer_changes_are_counted(tmp_path, capsys):
     """A warning needs more than 1 in 100 tokens; each of the 40 targets has four and EOS."""
     rows = [{"text": "a\nb", "headline": "b { } e"}] * 2
-    rows += [{"text": "a", "headline": "b c d e"}] * 38
+    rows += [{"text": text, "headline": "b c d e"} for text in ("a </s> a", *37 * "a")]
     path = write_rows(tmp_path / "x.jsonl", rows)
     for tokenizer, count in ((words_tokenizer(), 1), (TOKENIZER, 0)):
         sd.load(arguments(dataset=path, val_dataset=(path,)), tokenizer)
         out = capsys.readouterr().out
         assert out.count("train: the tokenizer loses the line breaks of 2 rows") == count
+        assert "train: 1 rows spell a special token, which it becomes" in out
         assert ("Warning: 2% of the target tokens are <unk>" in out) == bool(count)
     assert "«b { } e</s>» from a\nb" in out
 
@@ -258,6 +262,12 @@ def test_collate_builds_the_decoder_inputs_of_t5():
     assert torch.equal(batch["decoder_input_ids"], model._shift_right(batch["labels"]))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     assert torch.equal(model(**batch).logits, model(**inputs).logits)
+
+    padded = {"input_ids": [5, 1, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [9, 8, 1, -100]}
+    other = sd.collate([padded], 0, 0)  # as other programs pad
+    assert (other["targets"], other["tokens"]) == (3, 5)
+    logits = model(**{name: other[name] for name in batch}).logits[:, :3]
+    assert torch.allclose(logits, model(**batch).logits)
 
     empty = sd.collate([], 0, 0)
     assert (empty.pop("targets"), empty.pop("tokens")) == (0, 1)
