@@ -132,14 +132,18 @@ def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[s
 
 
 def add_stops(config: GenerationConfig, tokenizer: Tokenizer) -> None:
-    """Add to the tokens that end a generation the tokenizer's EOS and the added tokens that its
-    chat template puts after an answer. Any rank."""
-    after = ""
-    with contextlib.suppress(Exception):  # there is no template, or it rejects such turns
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
-    ids = tokenizer(after, add_special_tokens=False).input_ids
-    ends = [tokenizer.eos_token_id, *(x for x in ids if x in tokenizer.added_tokens_decoder)]
+    """Add to the tokens that end a generation the tokenizer's EOS, the added tokens that its chat
+    template puts after an answer, and the last one after a call. Any rank."""
+    ends = [tokenizer.eos_token_id]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"of": "answer"}}}
+    for turn in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn]
+        with contextlib.suppress(Exception):  # there is no template, or it rejects such turns
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            before, _, after = text.rpartition("answer")
+            ids = tokenizer(after if before else "", add_special_tokens=False).input_ids
+            added = [x for x in ids if x in tokenizer.added_tokens_decoder]
+            ends += added[-1:] if "tool_calls" in turn else added
     own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
     stops = list(dict.fromkeys([*(own or []), *ends]))
     if stops != own:

@@ -4,6 +4,7 @@ Without this file, all weights are trained. Works with any model. Needs peft, an
 bitsandbytes. All ranks call each function together.
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -50,12 +51,9 @@ class Lora:
             defaults = vars(Lora())
             changed = [name for name, x in vars(self).items() if x != defaults[name]]
             return [f"--{x.replace('_', '-')} needs adapters. Pass --lora-rank." for x in changed]
-        problems = []
         if args.sharding.strategy == "ddp" or args.sharding.fsdp == 1:
-            problems.append("--lora-rank needs --fsdp 2, and not --strategy ddp.")
-        if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
-            problems.append("--load-in-4bit needs torch 2.13 or newer.")
-        return problems
+            return ["--lora-rank needs --fsdp 2, and not --strategy ddp."]
+        return []
 
 
 def choose_fsdp(args: Any) -> None:
@@ -102,6 +100,11 @@ def add(
                       "block. Pass only the projections of the attention.")  # fmt: skip
     config.inference_mode = True  # the value that peft saves
     config.target_modules = sorted(targets)  # the order of a set differs between runs
+    file = Path(model.config.name_or_path) / "config.json"
+    model.text_part = ""  # where a multimodal base has the layers
+    if file.is_file() and json.loads(file.read_text())["model_type"] != model.config.model_type:
+        model.text_part = weights.TEXT_PART
+        config.target_modules = rf".*\.{weights.TEXT_PART}.*\.({'|'.join(sorted(targets))})"
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -116,9 +119,9 @@ def add(
     base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
     model.adapters = config
     model.only_trained = True  # in checkpoints
-    model.identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
-    model.identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
-    model.identity += f", base {base_digest}"
+    identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
+    identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
+    model.identity = getattr(model, "identity", "") + f"{identity}, base {base_digest}"
 
 
 def projections(
@@ -179,6 +182,7 @@ def export_model(
         if ADAPTER in name:
             check_stop()
             key = weights.plain_name(name).replace(".default.", ".")
+            key = key.replace("model.", f"model.{model.text_part}", 1)
             tensor = export.gather(parameter.detach(), torch.float32)
             tensors[f"base_model.model.{key}"] = tensor.cpu()
 
@@ -188,6 +192,8 @@ def export_model(
         except SafetensorError as error:  # for example on a full disk
             raise OSError(str(error)) from None
         model.adapters.save_pretrained(temporary)
+        export.add_stops(model.generation_config, tokenizer)
+        model.generation_config.save_pretrained(temporary)
         export.write_tokenizer(tokenizer, temporary)
 
     with export.new_directory(path) as temporary:

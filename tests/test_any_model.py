@@ -32,6 +32,8 @@ LED = BART | {"attention_window": 8, "max_encoder_position_embeddings": 128,
               "max_decoder_position_embeddings": 128}  # fmt: skip
 MT5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
        "pad_token_id": 0, "decoder_start_token_id": 0}  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 HALF = LLAMA | {"vocab_size": 384}
 LORA = ["--lora-rank", "4"]
 FSDP2 = ["--fsdp", "2"]
@@ -39,9 +41,11 @@ CASES = {  # script, class, config, flags
     "qwen3": ("llama_fsdp", "Qwen3ForCausalLM", LLAMA | {"tie_word_embeddings": True}, []),
     "mistral": ("llama_fsdp", "MistralForCausalLM", SLIDING, FSDP2),
     "gemma3": ("llama_fsdp", "Gemma3ForCausalLM", SLIDING, FSDP2),
+    "multimodal": ("llama_fsdp", "Gemma3ForCausalLM", SLIDING, []),
     "phi3": ("llama_fsdp", "Phi3ForCausalLM", LLAMA, []),
     "olmo2": ("llama_fsdp", "Olmo2ForCausalLM", LLAMA, FSDP2),
     "granite": ("llama_fsdp", "GraniteForCausalLM", LLAMA | {"logits_scaling": 4.0}, []),
+    "smollm3": ("llama_fsdp", "SmolLM3ForCausalLM", LLAMA, FSDP2),
     "mixtral": ("llama_fsdp", "MixtralForCausalLM", LLAMA | EXPERTS, []),
     "qwen3_moe": ("llama_fsdp", "Qwen3MoeForCausalLM", LLAMA | EXPERTS, FSDP2),
     "neox": ("llama_fsdp", "GPTNeoXForCausalLM", NEOX | NO_DROPOUT, []),
@@ -49,15 +53,17 @@ CASES = {  # script, class, config, flags
     "falcon": ("llama_fsdp", "FalconForCausalLM", NEOX | NO_DROPOUT, ["--no-packing"]),
     "gpt2 opt": ("gpt2_fsdp", "OPTForCausalLM", OPT, []),
     "gpt2 llama": ("gpt2_fsdp", "LlamaForCausalLM", LLAMA, FSDP2),
+    "gpt2 qwen3": ("gpt2_fsdp", "Qwen3ForCausalLM", LLAMA, []),
     "bart": ("T5_training", "BartForConditionalGeneration", BART, FSDP2),
     "mt5": ("T5_training", "MT5ForConditionalGeneration", MT5, []),
     "pegasus": ("T5_training", "PegasusForConditionalGeneration", BART, []),
     "marian": ("T5_training", "MarianMTModel", BART, FSDP2),
-    "led": ("T5_training", "LEDForConditionalGeneration", LED, []),
+    "led": ("T5_training", "LEDForConditionalGeneration", LED, FSDP2),  # has unused weights
     "t5gemma": ("T5_training", "T5GemmaForConditionalGeneration",
                 {"encoder": HALF, "decoder": HALF}, []),
     "qwen3 lora": ("llama_fsdp", "Qwen3ForCausalLM", LLAMA, LORA),
     "gemma3 lora": ("llama_fsdp", "Gemma3ForCausalLM", SLIDING, LORA),
+    "multimodal lora": ("llama_fsdp", "Gemma3ForCausalLM", SLIDING, LORA),
     "phi3 lora": ("llama_fsdp", "Phi3ForCausalLM", LLAMA, LORA),
     "opt lora": ("llama_fsdp", "OPTForCausalLM", OPT, LORA),
     "neox lora": ("llama_fsdp", "GPTNeoXForCausalLM", NEOX | NO_DROPOUT, LORA),
@@ -74,6 +80,13 @@ def save_model(name: str, path: Path) -> Path:
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    if name.startswith("multimodal"):
+        save(model, path.parent / "text")
+        parts = {"text_config": model.config.to_dict(), "vision_config": VISION}
+        config = transformers.Gemma3Config(**parts, mm_tokens_per_image=4)
+        text, model = model, transformers.Gemma3ForConditionalGeneration(config)
+        model.model.language_model.load_state_dict(text.model.state_dict())
+        model.tie_weights()
     save(model, path)
     return path
 
@@ -105,14 +118,16 @@ def trained(
 def test_model_trains_resumes_and_exports_like_plain_pytorch(trained, name):
     script, kind, _, flags = CASES[name]
     base, output = trained / name / "model", trained / name / "output"
-    model = getattr(transformers, kind).from_pretrained(base)
+    text = base.with_name("text")  # of a multimodal model
+    model = getattr(transformers, kind).from_pretrained(text if text.is_dir() else base)
     seen = torch.load(output / "seen.pt", weights_only=False)
     first, *_, last = metrics(output, "val")
     assert first["loss"] == pytest.approx(mean_loss(model, seen["val_rows"]).item(), abs=1e-5)
     check_equal_weights(output / "final", trained / name / "resumed/final")
     if "--lora-rank" in flags:
         peft = pytest.importorskip("peft")
-        final = peft.PeftModel.from_pretrained(model, output / "final")
+        whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+        final = peft.PeftModel.from_pretrained(whole, output / "final")
     else:
         mean_loss(model, seen["rows"][0]).backward()
         expected = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}

@@ -198,18 +198,23 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, llama, tm
         tokenizer.add_tokens(["<new>"])
 
 
+CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{% endfor %}"
+         "{{ '<call>' if m.tool_calls else '<end>' }}")  # fmt: skip
+
+
 @pytest.mark.parametrize(("after", "stops"), [
     ("</s>", [2, 1]),
     ("<end>\n</s>", [2, 1, 258]),
     (" and on", [2, 1]),
     ("{{ raise_exception('no such turn') }}", [2, 1]),
+    (CALLS, [2, 1, 258, 260]),
 ])  # fmt: skip
 def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsys):
-    """The base stops at 2 only. The tokenizer's EOS is 1, and 258 ends a turn."""
+    """The base stops at 2 only. The tokenizer's EOS is 1, 258 ends a turn, and 260 a call."""
     final = tmp_path / "final"
     change(llama / "generation_config.json", eos_token_id=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    tokenizer.add_tokens(["<end>"])
+    tokenizer.add_tokens(["<end>", "<next>", "<call>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
     tokenizer.save_pretrained(llama)
     export_base(llama, final, "LlamaForCausalLM")

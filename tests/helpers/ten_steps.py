@@ -77,8 +77,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             full = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        full = {name: whole(p.grad).clone() for name, p in trainable}
+        trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+        full = {name: whole(p.grad).clone() for name, p in trained}
     full = {weights.plain_name(name): grad for name, grad in full.items()}
     return {name.removeprefix("module."): grad for name, grad in full.items()}
 
