@@ -91,7 +91,7 @@ def fsdp_main(args: Args) -> None:
     torch.manual_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
-        newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
+        newest = ranks.on_rank_zero(checkpoint.find_newest, output)
         newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
         safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, source = load_model(args, needs_weights=newest is None)

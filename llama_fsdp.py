@@ -1,15 +1,14 @@
-"""Fine-tune Llama on chats with PyTorch FSDP, up to 70B, with packed documents.
+"""Fine-tune Llama, up to 70B, on packed chats that see only themselves, with FSDP.
 
     python tools/docstrings.py docstrings.jsonl  # data
     python llama_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
-The --max-seq-length tokens of a sequence are documents that do not attend to each other. Run the
-same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that learns is in
-`train`. To make your own script, copy this one with `tools/copy_script.py`. Any causal model in
-Transformers can be trained by its --model-name; for one of your own, replace MODEL, BLOCKS and
-NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
+Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any causal
+model in Transformers can be trained by its --model-name; for one of your own, replace MODEL, BLOCKS
+and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -102,7 +101,7 @@ def fsdp_main(args: Args) -> None:
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
     torch.manual_seed(args.optim.seed)
-    newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
+    newest = ranks.on_rank_zero(checkpoint.find_newest, output)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
@@ -163,11 +162,12 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     else:
         directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
-    chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # final/ contains it too
+    template = chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
     weights.check_length("--max-seq-length", args.data.max_seq_length, config)
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
+    model.identity = f", chat template {template}"  # the same on a resume
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks, tokenizer)  # optional: lora

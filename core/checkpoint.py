@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
 
 def check_evaluated(output: Path, model_name: str) -> None:
     """Raise Problem if `output` has a run, whose weights are not those of the model. Any rank."""
-    if (output / "checkpoints").is_dir() and Path(model_name).resolve().parent != output.resolve():
+    parent = Path(model_name).absolute().parent  # best/ and final/ may be links
+    if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
         raise Problem(f"--model-name {model_name} is not the model of the run in --output-dir "
                       f"{output}. Pass --model-name {output}/final, or with adapters the run's "
                       "flags, or another --output-dir.")  # fmt: skip
@@ -137,8 +139,7 @@ def save(
     copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
     group = group or ranks.cpu_group
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
-    # 24 s per save of 70B on 64 ranks. Before 2.13 a save that fails breaks the next.
-    planner = dcp.DefaultSavePlanner(enable_plan_caching=torch.__version__ >= (2, 13))
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=copy_ahead)
     try:
         on_rank_zero(shutil.rmtree, path, True, group=group)  # of an interrupted save
@@ -177,15 +178,17 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     return complete
 
 
-def find_newest(directory: Path, is_finished: bool = False) -> Path | None:
-    """Return the newest complete checkpoint in `directory`, or None if none was completed. Rank 0
-    only. Raise Problem if there was one, or the run is finished: it must not start over."""
+def find_newest(output: Path) -> Path | None:
+    """Return the newest complete checkpoint of the run in `output`, or None if none was completed.
+    Rank 0 only. Raise Problem if there was one, also by `status`: the run must not start over."""
+    directory = output / "checkpoints"
     complete = complete_checkpoints(directory)
     for path in {*directory.glob(NAMES)}.difference(complete):
         print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
     if complete:
         return complete[-1]
-    if is_finished or any(directory.glob(f"{NAMES}/{STATE}")):
+    status = (output / "status").read_text()
+    if re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}")):
         raise Problem(f"No checkpoint in {directory} is intact, but the run had some. Restore one, "
                       "or pass another --output-dir.")  # fmt: skip
     return None
@@ -224,6 +227,8 @@ def load(
         # parameter's: with none left, PyTorch would create them again.
         for parameter in list(optimizer.state)[1:]:
             del optimizer.state[parameter]
+    names = on_rank_zero(_with_moments, path)
+    moments["state"] = {name: x for name, x in moments["state"].items() if name in names}
     read(path, {"optimizer": {"state": moments["state"]}})
     dcp_state.set_optimizer_state_dict(model, optimizer, moments, options=options)
     size = dist.get_world_size()
@@ -235,6 +240,13 @@ def load(
         torch.manual_seed(state["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
         print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
     return saved | {name: state[name] for name in ("identity", "flags", "settings")}
+
+
+def _with_moments(path: Path) -> set[str]:
+    """Return the names of the parameters that have had a gradient, and so have moments in a
+    checkpoint. Rank 0 only."""
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

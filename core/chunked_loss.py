@@ -23,7 +23,8 @@ class LossHead(nn.Linear):
     def __init__(self, head: nn.Linear, config: PretrainedConfig, token_loss: Callable) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
         # Cohere's name, and Granite's for the inverse.
-        self.scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.scale = getattr(config, "logit_scale", None) or 1.0  # MPT has None
+        self.scale /= getattr(config, "logits_scaling", 1.0)
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.token_loss = token_loss
 

@@ -136,7 +136,7 @@ def _truncate(path: Path, step: int, eval_due: bool) -> None:
     kept = []
     path.touch()
     for line in path.read_text(errors="replace").splitlines() if step else []:
-        with contextlib.suppress(ValueError):  # cut off by a power failure
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off, or not of a run
             event = json.loads(line)
             is_repeated = event["event"] == "done" or eval_due and event["event"] == "val"
             if event["step"] < step or event["step"] == step and not is_repeated:

@@ -77,7 +77,7 @@ def open_model(
     directory = local_main_process_first(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
         raise Problem(f"{directory} has no config.json. Pass a model's directory, such as a run's "
-                      "final/ (from --export-only; adapters: --merge), or a hub id.")  # fmt: skip
+                      "final/ (see --export-only; merge adapters first), or a hub id.")  # fmt: skip
     # Python code of a model is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
@@ -86,7 +86,12 @@ def open_model(
     if kind is None:
         raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
-    return directory, config, kind, load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    rows = config.get_text_config().vocab_size
+    if outside := [token for token, i in tokenizer.get_vocab().items() if i >= rows]:
+        print0(f"The embedding has {rows:,} rows, and none for {' '.join(outside[:3])}: samples "
+               "with these tokens cannot be trained on.")  # fmt: skip
+    return directory, config, kind, tokenizer
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
@@ -134,6 +139,8 @@ def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise Problem if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
     ropes = getattr(config, "rope_parameters", None) or {}
+    if ropes:
+        config.standardize_rope_params()  # the field may be outside of them in config.json
     for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             # A longer sequence would change the angles of all sequences of its batch.
@@ -197,12 +204,6 @@ def _read_model(
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise Problem(f"{directory} does not contain this model; {problems}. Check its files.")
-    # Such as layers that predict further tokens, which Transformers leaves out without a word.
-    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
-    unread = [x for x in text or tensors if ignored.search(x) and not OLD_BUFFERS.search(x)]
-    if unread:
-        print0(f"{len(unread)} tensors of {directory}, such as {unread[0]}, are not part of "
-               f"{library_class(kind).__name__}: they are not trained, nor in final/")  # fmt: skip
     return model
 
 

@@ -28,12 +28,6 @@ class Saves:
     async_save: Switch = False
     """save in the background; each process holds a copy of its state in host memory"""
 
-    def problems(self, _: Any) -> list[str]:
-        """Return a message if --async-save cannot work."""
-        if self.async_save and torch.__version__ < (2, 13):  # its stager closes itself after a save
-            return [f"--async-save needs PyTorch 2.13 or newer, not {torch.__version__}."]
-        return []
-
 
 class Saver:
     """A function like `save`, which with --async-save returns when the tensors are copied.

@@ -7,7 +7,6 @@ masks most of it. With flash-attn, set `config._attn_implementation = "flash_att
 
 import contextlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,12 +88,8 @@ def varlen_kernel(name: str, precision: str) -> Function:
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
 
-    # Before torch 2.13 it takes fewer key-value heads without a flag.
-    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
     def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        options = {"enable_gqa": q.size(1) > k.size(1)} if has_flag else {}
-        options |= {"scale": scale, "window_size": (-1, 0)}
+        options = {"enable_gqa": q.size(1) > k.size(1), "scale": scale, "window_size": (-1, 0)}
         return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
 
     return varlen

@@ -116,7 +116,6 @@ def train_plain(model: transformers.PreTrainedModel, samples: list) -> list[floa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11: FSDP2 crashes in a thread")
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
 def test_model_trains_and_exports_like_plain_pytorch(
     name, process_group, chats, pairs, texts, tmp_path

@@ -21,6 +21,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "he
 HEADS = {  # architectures with a scale, a cap or a bias, and their settings
     "GPTJ": {"rotary_dim": 8},
     "Phi": {},
+    "Mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "logit_scale": None},
     "Granite": {"logits_scaling": 3.0},
     "Cohere": {"logit_scale": 0.3},
     "Gemma2": {"final_logit_softcapping": 2.0},

@@ -123,8 +123,6 @@ def test_adapter_run_resumes(in_4bit, wide_llama, data, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
-        if torch.__version__ < (2, 13):
-            pytest.skip("--load-in-4bit needs torch 2.13")
     # Adapters alone cannot lower the loss by much under a frozen head whose logits are near 0.
     model = llama_fsdp.MODEL.from_pretrained(wide_llama, dtype="auto")
     model.lm_head.weight.data *= 5
@@ -142,7 +140,6 @@ def test_paged_optimizer_resumes(strategy, data, tmp_path):
     run("llama_fsdp", data["llama_fsdp"], tmp_path, *flags)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="--async-save needs torch 2.13")
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 def test_run_killed_during_async_save_continues(fsdp, data, tmp_path):
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]

@@ -29,7 +29,8 @@ def new_log(directory: Path, step: int = 0, tokens: int = 0, eval_due: bool = Fa
 def test_events_that_will_be_repeated_and_broken_lines_are_deleted(process_group, tmp_path):
     events = [("train", 1), ("train", 2), ("val", 2), ("save", 2), ("done", 2), ("train", 3)]
     lines = [json.dumps({"event": event, "step": step}) for event, step in events]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "tr', lines[-1]]))
+    broken = ['{"event": "tr', "null", '{"note": "of a user"}', lines[-1]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, *broken]))
     kept = {(2, False): lines[:4], (2, True): [*lines[:2], lines[3]], (0, False): []}
     for (step, eval_due), expected in kept.items():
         new_log(tmp_path, step, eval_due=eval_due)

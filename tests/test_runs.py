@@ -241,10 +241,10 @@ def test_finished_run_changes_nothing_and_can_train_longer(finished, flags, capf
 
 @pytest.mark.parametrize("state", ["damaged", "deleted"])
 def test_run_without_intact_checkpoint_does_not_start_over(state, finished, flags, capfd):
+    (finished / "status").write_text("running\nsaved step 4\n")
     if state == "deleted":
         shutil.rmtree(finished / "checkpoints")
     else:
-        (finished / "status").write_text("running\nsaved step 4\n")
         for path in finished.glob("checkpoints/*/__0_0.distcp"):
             path.unlink()
     for _ in range(2):

@@ -84,6 +84,8 @@ T5, GPT2, LLAMA = "T5_training", "gpt2_fsdp", "llama_fsdp"
 EDITS = {
     "T5": Edit(T5),
     "T5: mean": Edit(T5, NOT_A_SUM, {SUM: ""}),
+    "T5: mean of a second term": Edit(T5, NOT_A_SUM, {
+        "return token_loss(logits": "return logits.pow(2).mean() + token_loss(logits"}),
     "T5: source without a mask": Edit(T5, PADDING, NO_MASK),
     "T5: trained padding": Edit(T5, PADDING, data={"pad(targets, -100": "pad(targets, 0"}),
     "T5: another start": Edit(T5, OTHER_INPUTS, data={START: "torch.full_like(labels, 5)"}),

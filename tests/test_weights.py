@@ -128,20 +128,6 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
-def test_tensors_that_transformers_leaves_out_are_named(
-    process_group, llama_directory, tmp_path, capfd, monkeypatch
-):
-    """As of Qwen 3.5, whose layer that predicts one token more is no part of the model."""
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
-    tensors = stored(llama_directory)
-    save_file(tensors | {"mtp.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    new_model(LlamaForCausalLM, llama_directory, llama_directory)
-    assert "not trained" not in capfd.readouterr().out
-    new_model(LlamaForCausalLM, llama_directory, tmp_path)
-    out = capfd.readouterr().out
-    assert "1 tensors of" in out and "such as mtp.norm.weight, are not part of" in out
-
-
 def test_all_problems_of_weights_are_one_error(process_group, t5_directory, tmp_path):
     tensors = stored(t5_directory)
     tensors["extra.weight"] = torch.zeros(1)
@@ -245,11 +231,21 @@ def longrope(by_layer: bool) -> transformers.LlamaConfig:
     return config
 
 
-def test_length_is_limited_by_the_positions_before_they_were_extended():
+def longrope_of_a_file(directory: Path) -> transformers.LlamaConfig:
+    """Return such a config as read from a file that has the 32 positions outside of the rope."""
+    settings = longrope(False).to_dict() | {"original_max_position_embeddings": 32}
+    settings["rope_scaling"] = settings.pop("rope_parameters")
+    del settings["rope_scaling"]["original_max_position_embeddings"]
+    (directory / "config.json").write_text(json.dumps(settings))
+    return transformers.AutoConfig.from_pretrained(directory)
+
+
+def test_length_is_limited_by_the_positions_before_they_were_extended(tmp_path):
     """Sequences longer than LongRoPE's would change the loss of others in their batch."""
     for config in (transformers.XLNetConfig(), transformers.T5Config()):  # -1, and none
         weights.check_length("--block-size", 64, config)
-    for config in (transformers.GPT2Config(n_positions=32), longrope(False), longrope(True)):
+    ropes = longrope(False), longrope(True), longrope_of_a_file(tmp_path)
+    for config in (transformers.GPT2Config(n_positions=32), *ropes):
         weights.check_length("--block-size", 32, config)
         with pytest.raises(ranks.Problem, match="--block-size 64 is above the model's 32 posit"):
             weights.check_length("--block-size", 64, config)

@@ -35,7 +35,7 @@ from conftest import ROOT, TINY, check_equal_runs, error_lines, live_metrics, st
 LENGTHS = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
     "gpt2_fsdp.py": ["--block-size", "64"],
-    "llama_fsdp.py": ["--max-seq-length", "128"],
+    "llama_fsdp.py": ["--max-seq-length", "128", "--save-best"],
 }
 SHARED = [*TINY, "--num-train-samples", "64", "--num-val-samples", "8", "--batch-size", "4",
           "--save-every", "1", "--eval-every", "3", "--max-steps", "12"]  # fmt: skip

@@ -131,7 +131,7 @@ def generated(flags: list[str], output: str, device: torch.device) -> dict[str, 
     flags = [*flags, "--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",
              "--target-length", "12", "--max-steps", "150", "--output-dir", output]  # fmt: skip
     _, seen = run(T5_training, parse_args(T5_training, flags), device)
-    newest = checkpoint.find_newest(Path(output) / "checkpoints")
+    newest = checkpoint.find_newest(Path(output))
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
     results = {}
     for precision in ("fp32", "bf16"):
