@@ -112,7 +112,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
                 before = ""
             ends = row.get(LATER) and not documents  # the piece before, which has no EOS
             documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part or ends else []
-        is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
+        is_line = "wikitext" in name.lower() and text.endswith(" \n")  # of an article
         if documents and (is_line or row.get(CONTINUES)):
             documents[-1]["input_ids"].pop()
         return documents

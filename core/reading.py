@@ -221,9 +221,9 @@ def map_rows(
     bad_rows: str, *key: object,
 ) -> Dataset:  # fmt: skip
     """Return the samples, dicts of `features`, of which `function` makes a list of each row. It
-    gets the `columns` that exist, or a row of a file. `key` and the function's file are
-    the key of the cache. If it raises ValueError, raise Problem with the number of the row or, if
-    `bad_rows` is "skip", leave the row out."""
+    gets the `columns` that exist, or a row of a file. `key` and the function's file are the key of
+    the cache. If it raises ValueError, raise Problem with the number of the row or, if `bad_rows`
+    is "skip", leave the row out."""
     rows = rows.with_format(None)
     wanted = {LINE, *columns}
     rows = rows.select_columns([x for x in rows.column_names if x in wanted])

@@ -15,7 +15,7 @@ from core import reading
 from core.ranks import Problem
 
 TOKENIZER = ByT5Tokenizer()
-BODIES = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
+BODIES = [{"body": "four\n"}, {"body": ""}, {"body": "five \n"}, {"body": "six"}]
 WORDS = ["It's", "the", "House", "42", "naïve", "日本", "x=1;", "end.", "-"]
 GAPS = [" ", " ", " ", "  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", "\n    ", " \n", "\t"]
 LLAMA_3 = (
@@ -68,7 +68,8 @@ def test_rows_are_joined_with_eos(name, tmp_path):
     write = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, ".csv": Dataset.to_csv}
     path = tmp_path / name
     write.get(path.suffix, Dataset.save_to_disk)(Dataset.from_list(BODIES), path)
-    expected = "four</s>five\nsix</s>" if name == "wikitext.csv" else "four</s>five\n</s>six</s>"
+    end = "" if name == "wikitext.csv" else "</s>"
+    expected = f"four\n</s>five \n{end}six</s>"
     assert decode(load(path, text_column="body")) == expected
 
 
