@@ -193,7 +193,8 @@ def export_model(
             raise OSError(str(error)) from None
         model.adapters.save_pretrained(temporary)
         export.add_stops(model.generation_config, tokenizer)
-        model.generation_config.save_pretrained(temporary)
+        settings = model.generation_config.to_json_string()  # without save_pretrained's refusals
+        (temporary / "generation_config.json").write_text(settings)
         export.write_tokenizer(tokenizer, temporary)
 
     with export.new_directory(path) as temporary:

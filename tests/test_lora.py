@@ -145,6 +145,8 @@ def test_peft_loads_exports_with_the_same_loss(uninterrupted, flags, wide_llama)
         assert held_out_loss(model.eval(), documents) == pytest.approx(expected, rel=1e-5)
     config = json.loads((uninterrupted / "final/adapter_config.json").read_text())
     assert config["target_modules"] == sorted(ALL_TARGETS)  # equal runs export equal bytes
+    settings = json.loads((uninterrupted / "final/generation_config.json").read_text())
+    assert settings["eos_token_id"] == 1
     adapters = weights(uninterrupted / "final")
     assert len(adapters) == 2 * 2 * len(ALL_TARGETS)
     assert all(tensor.any() and tensor.dtype == torch.float32 for tensor in adapters.values())
