@@ -365,7 +365,7 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
     decoder_attention_mask = (labels != -100).long()
     decoder_attention_mask[:, 0] = 1
-    count = int((labels != -100).sum())
+    count = sum(np.count_nonzero(np.asarray(ids) != -100) for ids in targets)
     return {
         "input_ids": pad(sources, pad_token_id, multiple=multiple),
         "attention_mask": pad(masks, 0, multiple=multiple),

@@ -289,7 +289,7 @@ def test_evaluation_rejects_models_that_the_run_has_not_trained(
         assert f"Pass --model-name {finished}/final" in capfd.readouterr().err
     for model in (finished / "checkpoints/step-00000004", finished):
         assert run([*flags, "--model-name", str(model)], finished.with_name("new")) == 1
-        assert "such as a run's final/ (from --export-only" in capfd.readouterr().err
+        assert "such as a run's final/ (see --export-only" in capfd.readouterr().err
     assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
 
 
