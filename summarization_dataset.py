@@ -152,7 +152,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
-        return read_tokens(name, rows, columns, args, tokenizer)
+        return read_tokens(name, rows, args, tokenizer)
     # With several data sets, the flags are for those that have the columns.
     are_defaults = needed == (Data.source_column, Data.target_column)
     if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
@@ -196,9 +196,7 @@ def on_one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]\s*", " ", text)
 
 
-def read_tokens(
-    name: str, rows: Dataset, columns: dict, args: Data, tokenizer: Tokenizer
-) -> Dataset:
+def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
     limits = args.source_length, args.target_length
 
@@ -211,7 +209,7 @@ def read_tokens(
         return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
 
     key = args.bad_rows, limits, len(tokenizer)
-    return reading.map_rows(name, rows, columns, read, TOKENS | KEY, *key)
+    return reading.map_rows(name, rows, rows.column_names, read, TOKENS | KEY, *key)
 
 
 def split_wikihow(rows: Dataset) -> reading.Parts:
