@@ -107,7 +107,7 @@ def fsdp_main(args: Args) -> None:
     device = ranks.setup(run.timeout_minutes)
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
-    was_finished = open_directory(output)
+    open_directory(output)
     torch.manual_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
@@ -123,12 +123,12 @@ def fsdp_main(args: Args) -> None:
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
     write_status(output, "running")
-    is_finished = train(args, device, model, tokenizer, *data, shapes, newest, was_finished)
+    is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
     if is_finished:
         export_model(model, tokenizer, output / "final", dtype)
-    write_status(output, "stopped" if is_finished is False else "finished")
+    write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
-    ranks.leave(STOPPED if is_finished is False else 0)
+    ranks.leave(0 if is_finished else STOPPED)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -219,10 +219,10 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 @watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
-    val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None, was_finished: bool
-) -> bool | None:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that was
-    done before, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
+    val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None
+) -> bool:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a stop
+    was asked for before it: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -254,9 +254,8 @@ def train(
         state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
-    if was_finished and start >= total_steps:
+    if start >= total_steps:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return None
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks

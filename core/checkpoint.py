@@ -45,11 +45,8 @@ def new_state(
     script: str, model: nn.Module, shapes: dict[str, torch.Size], sets: Sequence[Any],
     optimizer: Optimizer, sampler: StepSampler, args: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the state of a run at step 0, besides the model and the optimizer.
-
-    `script` is its file, `shapes` are those of the parameters before wrapping, `sets` the data
-    sets, `args` the script's. Raise Problem if the identity differs between ranks.
-    """
+    """Return the state of a run at step 0, besides the model and the optimizer. `shapes` are those
+    of the parameters before wrapping. Raise Problem if the identity differs between ranks."""
     identity = {  # must stay the same
         "script": Path(script).stem,
         "model": model_identity(model, shapes),
@@ -107,10 +104,8 @@ def check_evaluated(output: Path, model_name: str) -> None:
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return nested dicts of the tensors to save, some of which are those that are trained.
-
-    Raise Problem if the optimizer has values that a checkpoint would not contain.
-    """
+    """Return nested dicts of the tensors to save, some of which are those that are trained. Raise
+    Problem if the optimizer has values that a checkpoint would not contain."""
     moments = dcp_state.get_optimizer_state_dict(model, optimizer, options=_options(model))
     del moments["param_groups"]  # settings, which a resume takes from its flags
     are_tensors = all(isinstance(x, Tensor) for x in pytree.tree_leaves(moments))
@@ -133,9 +128,7 @@ def save(
     group: dist.ProcessGroup | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint of a snapshot, `tensors`, and of `state`, which JSON can hold, to `path`.
-
-    A thread needs a `group` of its own. Raise OSError on all ranks if it fails.
-    """
+    A thread needs a `group` of its own. Raise OSError on all ranks if it fails."""
     copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
     group = group or ranks.cpu_group
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
@@ -207,10 +200,7 @@ def load(
 ) -> dict[str, Any]:
     """Load weights, optimizer without its settings, and random states (reseeded if another number
     of processes saved them). Return the state that was saved, with the "identity", "flags" and
-    "settings" of `state`.
-
-    Raise Problem if the "identity" was another: it is a different run.
-    """
+    "settings" of `state`. Raise Problem if the "identity" was another: it is a different run."""
     saved = compare_runs(path, state["identity"])
     for name, was in saved["flags"].items():
         if was != (value := state["flags"].get(name)):

@@ -9,8 +9,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.core_model_loading import revert_weight_conversion
 
 from . import weights
 from .checkpoint import model_weights
@@ -31,7 +28,7 @@ from .ranks import on_rank_zero, print0
 from .weights import unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
+FILE_BYTES = 5_000_000_000  # of a file, at most, unless one tensor is larger
 TOKENIZER_FILES = ("*token*.json", "*.model", "*.spm", "vocab.*", "merges.txt")
 # Suffixes of settings that differ in training only.
 OF_TRAINING = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, *weights.ACTIVATIONS, "pad_token_id",
@@ -43,17 +40,17 @@ def export_model(
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Write a wrapped model as a directory that `from_pretrained` loads, floats in `stored_dtype`;
-    when complete, it replaces `path`. `check_stop`, called before each tensor, may raise to stop.
-    """
+    when complete, it replaces `path`. Rank 0 holds the whole model in host memory. `check_stop`,
+    called before each tensor, may raise to stop."""
     plain = unwrapped(model)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in model_weights(model).items():
-            check_stop()
-            yield name, gather(tensor, stored_dtype(plain, name, dtype))
-
+    tensors = {}
+    for name, tensor in model_weights(model).items():
+        check_stop()
+        tensor = gather(tensor, stored_dtype(plain, name, dtype))
+        if dist.get_rank() == 0:
+            tensors[name] = tensor.cpu()
     with new_directory(path) as temporary:
-        write_model(plain, tensors(), tokenizer, temporary, dtype)
+        on_rank_zero(_write, plain, tensors, tokenizer, temporary, dtype)
 
 
 def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -73,48 +70,33 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def write_model(
-    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], tokenizer: Tokenizer,
-    directory: Path, dtype: torch.dtype,
+def _write(
+    model: PreTrainedModel, tensors: dict[str, Tensor], tokenizer: Tokenizer, directory: Path,
+    dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Write `tensors`, pairs of name and value that rank 0 receives, with settings and tokenizer.
-
-    A thread writes each file while the tensors of the next one arrive.
-    """
+    """Write tensors by name, with the model's settings and the tokenizer."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # the only one that may have output_attentions
     with torch.device("meta"):  # Transformers finds its conversions by its own classes
-        hf_model = weights.library_class(type(model))(copy.deepcopy(model.config))
+        hf_model = weights.library_class(type(model))(config)
     hf_model._weight_conversions = getattr(model, "_weight_conversions", None)
-    files: list[Future] = []
-    with ThreadPoolExecutor(1) as thread:
-        for content in _files_of(tensors):
-            wait(files)
-            path = directory / f"part-{len(files) + 1}"
-            files.append(thread.submit(_save, hf_model, content, path))
-
-    def finish() -> None:
-        weight_map: dict[str, str] = {}
-        for i, file in enumerate(files, start=1):
-            name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            name = name if len(files) > 1 else "model.safetensors"
-            weight_map |= dict.fromkeys(file.result(), name)  # raises the errors of the thread
-            (directory / f"part-{i}").rename(directory / name)
-        if len(files) > 1:
-            index = {"metadata": {}, "weight_map": weight_map}
-            _write_json(index, directory / "model.safetensors.index.json")
-        base = Path(model.config.name_or_path or "no base")
-        settings = _settings(model.config, base / "config.json")
-        settings["model_type"] = model.config.model_type
-        settings["architectures"] = [type(hf_model).__name__]
-        settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
-        if not hf_model.all_tied_weights_keys.keys().isdisjoint(weight_map):
-            settings["tie_word_embeddings"] = False  # T5's config always says true
-        _write_json(settings, directory / "config.json")
-        add_stops(model.generation_config, tokenizer)
-        name = "generation_config.json"
-        _write_json(_settings(model.generation_config, base / name), directory / name)
-        write_tokenizer(tokenizer, directory)
-
-    on_rank_zero(finish)
+    is_untied = not hf_model.all_tied_weights_keys.keys().isdisjoint(tensors)
+    try:
+        hf_model.save_pretrained(directory, state_dict=tensors, max_shard_size=FILE_BYTES)
+    except SafetensorError as error:  # for example on a full disk
+        raise OSError(str(error)) from None
+    base = Path(model.config.name_or_path or "no base")
+    settings = _settings(model.config, base / "config.json")
+    settings["model_type"] = model.config.model_type
+    settings["architectures"] = [type(hf_model).__name__]
+    settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if is_untied:
+        settings["tie_word_embeddings"] = False  # T5's config always says true
+    _write_json(settings, directory / "config.json")
+    add_stops(model.generation_config, tokenizer)
+    name = "generation_config.json"
+    _write_json(_settings(model.generation_config, base / name), directory / name)
+    write_tokenizer(tokenizer, directory)
 
 
 def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[str, Any]:
@@ -169,33 +151,6 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         has_changed = tokenizer.chat_template != original.chat_template
         if has_changed and "chat_template" in settings:
             _write_json(settings | {"chat_template": tokenizer.chat_template}, path)
-
-
-def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each file, in host memory; only rank 0 yields any.
-
-    A layer is not split across files, because a conversion may need all of it.
-    """
-    pending: dict[str, Tensor] = {}
-    for _, layer in itertools.groupby(tensors, lambda item: weights.IN_LAYER.sub(r"\1", item[0])):
-        for name, tensor in layer:  # gathered by all ranks
-            if dist.get_rank() == 0:
-                pending[name] = tensor.to("cpu", copy=True)
-        if sum(tensor.nbytes for tensor in pending.values()) > FILE_BYTES:
-            yield pending
-            pending = {}
-    if pending:
-        yield pending
-
-
-def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> list[str]:
-    """Write tensors by name with `save_pretrained`'s keys; return these keys."""
-    stored = revert_weight_conversion(model, tensors)
-    try:
-        save_file({key: x.contiguous() for key, x in stored.items()}, path, {"format": "pt"})
-    except SafetensorError as error:  # for example on a full disk
-        raise OSError(str(error)) from None
-    return list(stored)
 
 
 def _write_json(value: dict[str, Any], path: Path) -> None:

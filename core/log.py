@@ -4,7 +4,6 @@ may call these functions unless their docstrings differ. Only rank 0 writes."""
 import contextlib
 import json
 import resource
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,22 +20,14 @@ from .ranks import Problem, on_every_rank, on_rank_zero, print0
 T = TypeVar("T")
 
 
-def open_directory(directory: Path) -> bool:
-    """Create the directory of a run, and return whether its run is finished. All ranks call this.
-
-    Raise Problem if the nodes do not share it: then no checkpoint would be complete.
-    """
+def open_directory(directory: Path) -> None:
+    """Create the directory of a run. All ranks call this. Raise Problem if the nodes do not share
+    it: then no checkpoint would be complete."""
     status = directory / "status"
-
-    def prepare() -> bool:
-        directory.mkdir(parents=True, exist_ok=True)
-        status.touch()
-        return status.read_text().startswith("finished")
-
-    is_finished = on_rank_zero(prepare)
+    on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
+    on_rank_zero(status.touch)
     if not all(on_every_rank(status.exists)):
         raise Problem(f"--output-dir {directory} is not on a file system that all nodes share.")
-    return is_finished
 
 
 def write_status(directory: Path, word: str) -> None:
@@ -74,8 +65,6 @@ class Log:
         numbers.pop("best_step", None)  # the line would be longer than 80 columns
         if event == "start":
             values |= {"torch": torch.__version__, "transformers": transformers.__version__}
-            git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"
-            values["git"] = subprocess.getoutput(git)
         if event == "done":
             values["minutes"] = (time.perf_counter() - self._start) / 60
             print0(f"Finished in {short(values['minutes'])} minutes.")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
-from transformers import BatchEncoding
+from transformers import BatchEncoding, logging
 
 GRACE_SECONDS = 20.0  # for rank 0 to print the error first
 STOPPED = 75  # the exit code of a run that was saved: the same command resumes it
@@ -57,6 +57,7 @@ def setup(timeout_minutes: float) -> torch.device:
     cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+        logging.disable_progress_bar()
     return device
 
 
@@ -180,7 +181,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._time, self._calls = 0.0, 0
+        self._calls = 0
 
     def listen(self) -> None:
         """From now on, remember signals."""
@@ -199,16 +200,11 @@ class StopRequest:
         if self._calls % 8 == 1 and host_sums([self.is_set]) != [0]:
             raise Stopped
 
-    def _remember(self, number: int, _: object) -> None:
-        if not self.is_set:
-            self.is_set = True
-            self._time = time.monotonic()
-            if int(os.environ.get("RANK", 0)) == 0:
-                with contextlib.suppress(OSError):  # stdout may be full or closed
-                    os.write(1, b"Stopping after this step or the next.\n")  # unlike print, safe
-        elif time.monotonic() > self._time + 10:  # a launcher may repeat its signal at once
-            self.forget()
-            signal.raise_signal(number)
+    def _remember(self, *_: object) -> None:
+        if not self.is_set and int(os.environ.get("RANK", 0)) == 0:
+            with contextlib.suppress(OSError):  # stdout may be full or closed
+                os.write(1, b"Stopping after this step or the next.\n")  # unlike print, safe
+        self.is_set = True
 
 
 def block_stops(_: int) -> None:

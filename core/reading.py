@@ -281,12 +281,10 @@ def token_ids(
         raise ValueError(f"{len(ids)} tokens, but {flag} allows {limit}")
     if not 0 <= min(ids) <= max(ids) < len(tokenizer):
         raise ValueError(f"{column} has other tokens than the tokenizer's {len(tokenizer)}")
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    if ids[-1] == pad != eos or ids[-2:] == [eos, eos]:
-        raise ValueError("the tokens end in padding")
-    bos = tokenizer.bos_token_id
-    if ids[0] == pad not in (eos, bos) or ids[:2] in ([eos, eos], [pad, pad], [bos, bos]):
-        raise ValueError("the tokens begin in padding, or with BOS twice")
+    eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
+    is_padded = pad in (ids[0], ids[-1]) and pad not in (eos, bos)
+    if is_padded or any([x, x] in (ids[:2], ids[-2:]) for x in (eos, bos, pad)):
+        raise ValueError("the tokens begin or end in padding, or with BOS twice")
     return ids
 
 

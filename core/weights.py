@@ -86,12 +86,7 @@ def open_model(
     if kind is None:
         raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
-    tokenizer = load_tokenizer(directory)
-    rows = config.get_text_config().vocab_size
-    if outside := [token for token, i in tokenizer.get_vocab().items() if i >= rows]:
-        print0(f"The embedding has {rows:,} rows, and none for {' '.join(outside[:3])}: samples "
-               "with these tokens cannot be trained on.")  # fmt: skip
-    return directory, config, kind, tokenizer
+    return directory, config, kind, load_tokenizer(directory)
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
@@ -195,7 +190,6 @@ def _read_model(
             device = "cpu" if needs_weights or not IN_LAYER.search(key) else "meta"
             tensors[key] = file.get_tensor(key).to(device).as_subclass(_Stored)
     text = {k.removeprefix(TEXT_PART): x for k, x in tensors.items() if k.startswith(TEXT_PART)}
-    transformers.logging.disable_progress_bar()
     model, report = library_class(kind).from_pretrained(
         None, config=config, state_dict=text or tensors, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,  # they are in the report

@@ -157,7 +157,7 @@ def test_model_without_a_base_is_written_as_save_pretrained_does(
     process_group, tmp_path, monkeypatch
 ):
     """A later save into the directory leaves no stale file."""
-    monkeypatch.setattr(export, "FILE_BYTES", 50e3)
+    monkeypatch.setattr(export, "FILE_BYTES", 50_000)
     final, model = tmp_path / "final", random_llama()
     export.export_model(model, transformers.ByT5Tokenizer(), final, torch.float32)
     files = sorted(path.name for path in final.glob("*.safetensors"))
@@ -259,7 +259,8 @@ def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, 
     arguments = random_llama(), transformers.ByT5Tokenizer(), link, torch.float32
     with pytest.raises(Stopped):
         export.export_model(*arguments, check_stop=Mock(side_effect=Stopped))
-    monkeypatch.setattr(export, "save_file", Mock(side_effect=SafetensorError("No space left")))
+    no_space = Mock(side_effect=SafetensorError("No space left"))
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", no_space)
     with pytest.raises(OSError, match="No space left"):
         export.export_model(*arguments)
     assert link.is_symlink() and (disk / "final/tokenizer_config.json").read_text() == "new"

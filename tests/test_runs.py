@@ -222,15 +222,15 @@ def finished(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
-def test_finished_run_changes_nothing_and_can_train_longer(finished, flags, capfd):
-    files = {path: path.stat().st_mtime_ns for path in (finished / "final").iterdir()}
-    assert run(flags, finished, "--max-steps", "4") == 0
-    assert "is finished at 4 steps. To train longer, raise --max-steps" in capfd.readouterr().out
-    assert files == {path: path.stat().st_mtime_ns for path in (finished / "final").iterdir()}
-    shutil.rmtree(finished / "final")
-    (finished / "status").write_text("running\nsaved step 4\n")  # as a killed export leaves it
-    assert run(flags, finished, "--max-steps", "4") == 0
-    assert (finished / "final/model.safetensors").exists() and status(finished) == "finished"
+def test_finished_run_exports_again_and_can_train_longer(finished, flags, capfd):
+    whole = shutil.copytree(finished, finished.with_name("whole"))
+    shutil.rmtree(finished / "final")  # as a killed export leaves it
+    for _ in range(2):
+        assert run(flags, finished, "--max-steps", "4") == 0
+        output = capfd.readouterr().out
+        assert "is finished at 4 steps. To train longer, raise --max-steps" in output
+        check_equal_runs(finished, whole)
+        assert status(finished) == "finished" and len(metrics(finished, "done")) == 1
     more = ["--lr", "1e-4", "--weight-decay", "0.5", "--max-steps", "6"]
     capfd.readouterr()
     assert run(flags, finished, *more) == 0

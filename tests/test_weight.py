@@ -21,10 +21,10 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2882, "full lines": 3621, "density": 7.64},
-    "gpt2_fsdp.py": {"core lines": 2800, "full lines": 3342, "density": 7.62},
-    "llama_fsdp.py": {"core lines": 3209, "full lines": 4507, "density": 7.69},
-    "core": {"lines": 1897},
+    "T5_training.py": {"core lines": 2803, "full lines": 3542, "density": 7.64},
+    "gpt2_fsdp.py": {"core lines": 2721, "full lines": 3263, "density": 7.62},
+    "llama_fsdp.py": {"core lines": 3130, "full lines": 4428, "density": 7.7},
+    "core": {"lines": 1819},
 }
 
 

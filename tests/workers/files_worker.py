@@ -94,7 +94,7 @@ def main() -> None:
     """Check all models in one process group."""
     models, result = map(Path, sys.argv[1:])
     ranks.setup(7)
-    export.FILE_BYTES = 20e3
+    export.FILE_BYTES = 20_000
     problems = {}
     for directory in sorted(models.iterdir()):
         for way in WAYS:
