@@ -1,5 +1,6 @@
 """Chats for supervised fine-tuning: rows to documents with exact targets, packed into sequences."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -601,3 +602,19 @@ def collate(samples: list[Turns]) -> Batch:
         "targets": count,
         "tokens": sum(totals),
     }
+
+
+def answer_ends(tokenizer: Tokenizer) -> Ids:
+    """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
+    after an answer, and the last one after a call."""
+    ends = [tokenizer.eos_token_id]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"of": "answer"}}}
+    for turn in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn]
+        with contextlib.suppress(Exception):  # the template rejects such turns
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            before, _, after = text.rpartition("answer")
+            ids = tokenizer(after if before else "", add_special_tokens=False).input_ids
+            added = [x for x in ids if x in tokenizer.added_tokens_decoder]
+            ends += added[-1:] if "tool_calls" in turn else added
+    return ends

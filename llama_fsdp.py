@@ -47,7 +47,7 @@ import policies
 from core import checkpoint, ranks, weights
 from core.args import Model, Optim, Run, checked, parse
 from core.chunked_loss import LossHead
-from core.export import EXPORT_DTYPES, export_model
+from core.export import EXPORT_DTYPES, add_stops, export_model
 from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
@@ -168,6 +168,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
     model.identity = f", chat template {template}"  # the same on a resume
+    add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks, tokenizer)  # optional: lora

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def _write(
     if is_untied:
         settings["tie_word_embeddings"] = False  # T5's config always says true
     _write_json(settings, directory / "config.json")
-    add_stops(model.generation_config, tokenizer)
+    add_stops(model.generation_config, [tokenizer.eos_token_id], tokenizer)
     name = "generation_config.json"
     _write_json(_settings(model.generation_config, base / name), directory / name)
     write_tokenizer(tokenizer, directory)
@@ -113,19 +113,8 @@ def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[s
     return settings | version
 
 
-def add_stops(config: GenerationConfig, tokenizer: Tokenizer) -> None:
-    """Add to the tokens that end a generation the tokenizer's EOS, the added tokens that its chat
-    template puts after an answer, and the last one after a call. Any rank."""
-    ends = [tokenizer.eos_token_id]
-    call = {"type": "function", "function": {"name": "f", "arguments": {"of": "answer"}}}
-    for turn in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn]
-        with contextlib.suppress(Exception):  # there is no template, or it rejects such turns
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
-            before, _, after = text.rpartition("answer")
-            ids = tokenizer(after if before else "", add_special_tokens=False).input_ids
-            added = [x for x in ids if x in tokenizer.added_tokens_decoder]
-            ends += added[-1:] if "tool_calls" in turn else added
+def add_stops(config: GenerationConfig, ends: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Add `ends` to the tokens that end a generation, and print them. Any rank."""
     own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
     stops = list(dict.fromkeys([*(own or []), *ends]))
     if stops != own:

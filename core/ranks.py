@@ -55,9 +55,9 @@ def setup(timeout_minutes: float) -> torch.device:
     )
     # A group of its own: with cpu:gloo,cuda:nccl FSDP1 would not offload optimizer state dicts.
     cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    logging.disable_progress_bar()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-        logging.disable_progress_bar()
     return device
 
 

@@ -192,7 +192,6 @@ def export_model(
         except SafetensorError as error:  # for example on a full disk
             raise OSError(str(error)) from None
         model.adapters.save_pretrained(temporary)
-        export.add_stops(model.generation_config, tokenizer)
         settings = model.generation_config.to_json_string()  # without save_pretrained's refusals
         (temporary / "generation_config.json").write_text(settings)
         export.write_tokenizer(tokenizer, temporary)

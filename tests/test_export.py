@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_weights import T5, VISION
 from torch import nn
 
+import chat_dataset
 from core import export, weights
 from core.ranks import Stopped
 
@@ -211,17 +212,17 @@ CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{%
 ])  # fmt: skip
 def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsys):
     """The base stops at 2 only. The tokenizer's EOS is 1, 258 ends a turn, and 260 a call."""
-    final = tmp_path / "final"
-    change(llama / "generation_config.json", eos_token_id=2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     tokenizer.add_tokens(["<end>", "<next>", "<call>"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
-    tokenizer.save_pretrained(llama)
-    export_base(llama, final, "LlamaForCausalLM")
-    assert read(final / "generation_config.json")["eos_token_id"] == stops
-    assert "Generation stops at" in capsys.readouterr().out
-    export_base(final, tmp_path / "again", "LlamaForCausalLM")
-    assert "stops at" not in capsys.readouterr().out
+    config = transformers.GenerationConfig(eos_token_id=2)
+    for _ in range(2):
+        export.add_stops(config, chat_dataset.answer_ends(tokenizer), tokenizer)
+    assert config.eos_token_id == stops
+    assert capsys.readouterr().out.count("Generation stops at") == 1
+    change(llama / "generation_config.json", eos_token_id=2)
+    export_base(llama, tmp_path / "final", "LlamaForCausalLM")
+    assert read(tmp_path / "final/generation_config.json")["eos_token_id"] == [2, 1]
 
 
 @pytest.mark.parametrize(("kind", "settings", "dtype"), [

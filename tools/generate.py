@@ -6,7 +6,6 @@ python tools/generate.py OUTPUT_DIR/final --system "Be brief."   # a chat, until
 """
 
 import argparse
-import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 import transformers
 from jinja2 import TemplateError
 
-from core import export, ranks
+from core import ranks
 
 
 def load(directory: Path) -> tuple:
@@ -28,6 +27,8 @@ def load(directory: Path) -> tuple:
     if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:
         kind = transformers.AutoModelForSeq2SeqLM
     model = kind.from_pretrained(directory, dtype="auto")
+    if (directory / "generation_config.json").is_file():  # beside adapters too
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return transformers.AutoTokenizer.from_pretrained(directory), model.to(device)
 
@@ -70,8 +71,6 @@ def main() -> None:
     turns = system = [{"role": "system", "content": args.system}] if args.system else []
     try:
         tokenizer, model = load(args.directory)
-        with contextlib.redirect_stdout(sys.stderr):
-            export.add_stops(model.generation_config, tokenizer)
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:
