@@ -181,7 +181,6 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._calls = 0
 
     def listen(self) -> None:
         """From now on, remember signals."""
@@ -194,10 +193,8 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raise Stopped on all ranks if one was asked to stop. Call this on all ranks, once per
-        batch or tensor: only every eighth call asks the other ranks."""
-        self._calls += 1
-        if self._calls % 8 == 1 and host_sums([self.is_set]) != [0]:
+        """Raise Stopped on all ranks if one was asked to stop. Call this on all ranks."""
+        if host_sums([self.is_set]) != [0]:
             raise Stopped
 
     def _remember(self, *_: object) -> None:

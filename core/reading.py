@@ -51,6 +51,8 @@ def load_sets(
         except Problem as error:
             raise Problem(f"--val-dataset: {error}") from None
         validation[name] = parts.get("validation", parts["train"])
+        if name in args.dataset and "validation" not in parts:
+            print0(f"{name} is also trained on: its validation loss will be too low.")
     for name in () if evaluate_only and validation else args.dataset:
         parts = load_parts(name)
         if not args.val_dataset:

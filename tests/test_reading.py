@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -254,3 +255,11 @@ def test_fingerprint_sees_changes():
     assert reading.fingerprint(rows) == reading.fingerprint(as_lists)
     assert reading.fingerprint(rows).startswith("1,000 samples, crc ")
     assert len({reading.fingerprint(x) for x in (rows, rows[1:], rows[::-1], [rows[:2]])}) == 4
+
+
+def test_validation_on_rows_that_are_trained_on_is_named(capfd):
+    rows = Dataset.from_dict({"key": [1, 2]})
+    limits = {"num_train_samples": 0, "num_val_samples": 0}
+    args = SimpleNamespace(dataset=("a",), val_dataset=("a", "b"), **limits)
+    reading.load_sets(args, lambda _: {"train": rows}, reading.hold_out, lambda *x: x[2])
+    assert capfd.readouterr().out == "a is also trained on: its validation loss will be too low.\n"

@@ -21,10 +21,10 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2792, "full lines": 3531, "density": 7.63},
-    "gpt2_fsdp.py": {"core lines": 2710, "full lines": 3252, "density": 7.61},
-    "llama_fsdp.py": {"core lines": 3137, "full lines": 4434, "density": 7.69},
-    "core": {"lines": 1808},
+    "T5_training.py": {"core lines": 2791, "full lines": 3530, "density": 7.63},
+    "gpt2_fsdp.py": {"core lines": 2709, "full lines": 3251, "density": 7.61},
+    "llama_fsdp.py": {"core lines": 3136, "full lines": 4433, "density": 7.69},
+    "core": {"lines": 1807},
 }
 
 
