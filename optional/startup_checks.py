@@ -16,12 +16,9 @@ import policies
 from core.ranks import Batch, Problem, host_sums, print0, to_device
 
 OTHER_LOGITS = (
-    "The logits behind the loss differ from the model's own by {:.2%}. Make LossHead.loss_logits "
-    "scale and cap them as the model's forward does, or compute the loss as T5_training.py does."
-)
-OTHER_INPUTS = (
-    "The decoder's logits differ by {:.1%} from those that the model computes from the labels. "
-    "Make collate build decoder_input_ids and decoder_attention_mask as the model's forward does."
+    "The logits behind the loss differ by {:.2%} from those that the model computes. Pass it "
+    "the same masks, positions and decoder inputs as its forward makes from labels, and make "
+    "LossHead.loss_logits scale and cap them alike."
 )
 NOT_CAUSAL = (
     "The model is not causal: its logits change by {:.1%} if only later tokens change, so it would "
@@ -92,28 +89,32 @@ def check_model(
     not a sum or not computed from its own logits, or these depend on later tokens, other documents
     or padding. `samples` are those of a function above; all ranks pass the same."""
     probe = [to_device(collate(x), device) for x in (samples, *([sample] for sample in samples))]
-    labels = probe[0]["labels"]
-    counts = [int((batch["labels"] != -100).sum()) for batch in probe]
-    inputs = _model_inputs(probe[0])
-    is_seq2seq = "decoder_input_ids" in inputs
-    if is_seq2seq:  # the model makes its decoder's inputs from labels
-        inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
-        inputs["labels"] = labels
-    with _forward_only(model, device, precision), _recorded_logits(model, summed_loss) as chunks:
+    devices = [] if device.type == "cpu" else [device.index]
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices, device_type=device.type),
+        policies.evaluation(model),
+        policies.autocast(model, device, precision),
+    ):
         # FSDP records its prefetch order in the first pass, so run it as in training.
-        losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
-        if sum(map(len, chunks)) != sum(counts):  # the loss does not call token_loss
-            chunks = [model(**_model_inputs(x)).logits[x["labels"] != -100] for x in probe]
-        own = model(**inputs).logits[labels != -100].float()
-    together, first, *_, last = torch.cat(chunks).float().split(counts)
+        with _recorded_logits(model, summed_loss) as recorded:
+            losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
+        own = [_own_logits(model, batch) for batch in probe]
+        empty = summed_loss(model, to_device(collate([]), device))
+    labels = probe[0]["labels"]
+    counts = [len(logits) for logits in own]
+    own = torch.cat(own)
+    # The loss may not call token_loss.
+    logits = torch.cat(recorded).float() if sum(map(len, recorded)) == len(own) else own
+    together, first, *_, last = logits.split(counts)
+    second = together[len(first) :]
     common = int((labels[0] == labels[1]).cumprod(0).sum())
     rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
     noise = max(rounding, 1e-4)
-    second = together[len(first) :]
     _check_equal(together[:common], second[:common], noise, NOT_CAUSAL)
-    if is_seq2seq:
+    if "decoder_input_ids" in probe[0]:
         _check_equal(together[-len(last) :], last, noise, PADDING)
-    _check_equal(together, own, max(rounding, 1e-5), OTHER_INPUTS if is_seq2seq else OTHER_LOGITS)
+    _check_equal(logits, own, max(rounding, 1e-5), OTHER_LOGITS)
     if isinstance(samples[0], list) and len(samples[0]) == 2:  # `chats`, packed
         document, after_itself, _, after_other = together.chunk(4)
         _check_equal(document, after_itself, noise, LEAK)
@@ -121,21 +122,24 @@ def check_model(
         _check_equal(after_itself, after_other, noise / 16, LEAK)
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
-    with _forward_only(model, device, precision):
-        empty = summed_loss(model, to_device(collate([]), device))  # of a term that is a mean
-    _check_equal(losses[0], losses[0] + empty, 0, NOT_A_SUM)
+    _check_equal(losses[0], losses[0] + empty, 0, NOT_A_SUM)  # of a term that is a mean
     if token_loss := summed_loss.__globals__.get("token_loss"):
         # Exactly, because a second term may be small.
         some, targets = together[:4], labels[labels != -100][:4]
         padding = torch.full_like(targets, -100)
         padded = token_loss(torch.cat([some, some]), torch.cat([targets, padding]))
-        parts = sum(token_loss(x[None], y[None]) for x, y in zip(some, targets, strict=True))
+        parts = sum(map(token_loss, some.split(1), targets.split(1)))
         _check_equal(parts[None], padded[None], 1e-5, NOT_A_SUM)
 
 
-def _model_inputs(batch: Batch) -> Batch:
-    """Return the part of a batch that a model's forward takes, without the targets."""
-    return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+def _own_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits, fp32 [targets, vocabulary], that a model computes without our loss. An
+    encoder-decoder makes its decoder's inputs from the labels."""
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+    if "decoder_input_ids" in batch:
+        del inputs["decoder_input_ids"], inputs["decoder_attention_mask"]
+        inputs["labels"] = batch["labels"]
+    return model(**inputs).logits[batch["labels"] != -100].float()
 
 
 @contextlib.contextmanager
@@ -149,22 +153,12 @@ def _recorded_logits(model: nn.Module, summed_loss: Callable) -> Iterator[list[T
         return token_loss(logits, targets)
 
     places = [vars(module) for module in model.modules()] + [summed_loss.__globals__]
-    places = [names for names in places if "token_loss" in names]
-    for names in places:
-        names["token_loss"] = partial(record, names["token_loss"])
+    originals = [(names, names["token_loss"]) for names in places if "token_loss" in names]
+    for names, token_loss in originals:
+        names["token_loss"] = partial(record, token_loss)
     yield chunks
-    for names in places:
-        names["token_loss"] = names["token_loss"].args[0]
-
-
-@contextlib.contextmanager
-def _forward_only(model: nn.Module, device: torch.device, precision: str) -> Iterator[None]:
-    """Run forward passes as in a validation, without torch.compile. Random states are restored."""
-    devices = [] if device.type == "cpu" else [device.index]
-    random = torch.random.fork_rng(devices, device_type=device.type)
-    precise = policies.autocast(model, device, precision)
-    with torch.compiler.set_stance("force_eager"), random, policies.evaluation(model), precise:
-        yield
+    for names, token_loss in originals:
+        names["token_loss"] = token_loss
 
 
 def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
