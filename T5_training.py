@@ -188,7 +188,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
-@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
     val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None, was_finished: bool
