@@ -16,31 +16,23 @@ import policies
 from core.ranks import Batch, Problem, host_sums, print0, to_device
 
 OTHER_LOGITS = (
-    "The logits behind the loss differ by {:.2%} from those that the model computes. Pass it "
-    "the same masks, positions and decoder inputs as its forward makes from labels, and make "
-    "LossHead.loss_logits scale and cap them alike."
+    "The logits behind the loss differ by {:.2%} from those that the model computes. Pass it the "
+    "same inputs, and make LossHead.loss_logits scale and cap them as its forward does."
 )
-NOT_CAUSAL = (
-    "The model is not causal: its logits change by {:.1%} if only later tokens change, so it would "
-    "train on the answers. Give it a causal attention mask."
-)
+NOT_CAUSAL = "The model is not causal: its logits change by {:.1%} if only later tokens change."
 PADDING = (
     "Padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
-    "batch. Use batches of one length in collate, and delete this check in startup_checks.py."
+    "batch. Use batches of one length in collate, and delete this check."
 )
 LEAK = (
-    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}, "
-    "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
+    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}. "
+    "Pass --no-packing."
 )
 NOT_A_SUM = (
     "summed_loss is not a sum over target tokens: a batch's loss differs by {:.2%} from the sum of "
-    'its examples\' losses. Use reduction="sum". If your loss cannot be a sum, divide by your own '
-    "count in train, and delete this check in startup_checks.py."
+    'its parts. Use reduction="sum", or divide by your own count in train and delete this check.'
 )
-FLAT_SHARDS = (
-    "{} gets flat shards of FSDP1, not tensors: this trains correctly only if each element is "
-    "updated by itself. Otherwise pass --fsdp 2."
-)
+MADE_BY_COLLATE = ("labels", "targets", "tokens", "decoder_input_ids", "decoder_attention_mask")
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
@@ -53,7 +45,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
     name = type(optimizer).__name__
     if isinstance(model, FSDP) and name not in ELEMENTWISE:
-        print0(FLAT_SHARDS.format(name))
+        print0(f"{name} gets flat shards of FSDP1, not tensors: this trains correctly only if each "
+               "element is updated by itself. Otherwise pass --fsdp 2.")  # fmt: skip
 
 
 # Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
@@ -71,12 +64,14 @@ def pairs() -> list[Any]:
 
 def chats(args: Any) -> list[Any]:
     """Return samples for chat_dataset and its `args`: [a, a] and [b, a] if documents are packed."""
-    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. It is
-    # longer than some attention blocks.
-    length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
+    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. If it
+    # can be, it is longer than some attention blocks.
+    length = 160 if args.max_seq_length >= 320 else 16
     a = [10 + i % 97 for i in range(length + 1)]
-    b = a[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
-    rows = [[a, a], [b, a]] if args.packing else [[a], [a[:9]]]
+    b = a[:8] + [10 + i * i % 97 for i in range(8, length + 1)]
+    rows = [[a], [a[:9]]]
+    if args.packing:
+        rows = [[a, a], [b, a]]
     return [[{"input_ids": ids, "labels": ids} for ids in row] for row in rows]
 
 
@@ -88,27 +83,25 @@ def check_model(
     """Raise Problem, on all ranks, if a model with its weights would train incorrectly: its loss is
     not a sum or not computed from its own logits, or these depend on later tokens, other documents
     or padding. `samples` are those of a function above; all ranks pass the same."""
-    probe = [to_device(collate(x), device) for x in (samples, *([sample] for sample in samples))]
-    devices = [] if device.type == "cpu" else [device.index]
+    groups = [samples, *([sample] for sample in samples), []]
+    *probe, no_targets = [to_device(collate(group), device) for group in groups]
     with (
         torch.compiler.set_stance("force_eager"),
-        torch.random.fork_rng(devices, device_type=device.type),
         policies.evaluation(model),
         policies.autocast(model, device, precision),
     ):
         # FSDP records its prefetch order in the first pass, so run it as in training.
         with _recorded_logits(model, summed_loss) as recorded:
             losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
-        own = [_own_logits(model, batch) for batch in probe]
-        empty = summed_loss(model, to_device(collate([]), device))
-    labels = probe[0]["labels"]
-    counts = [len(logits) for logits in own]
-    own = torch.cat(own)
-    # The loss may not call token_loss.
-    logits = torch.cat(recorded).float() if sum(map(len, recorded)) == len(own) else own
-    together, first, *_, last = logits.split(counts)
+        parts = [_own_logits(model, batch) for batch in probe]
+        empty = summed_loss(model, no_targets)
+    logits = own = torch.cat(parts)
+    if sum(map(len, recorded)) == len(own):  # otherwise the loss does not call token_loss
+        logits = torch.cat(recorded).float()
+    together, first, *_, last = logits.split([len(part) for part in parts])
     second = together[len(first) :]
-    common = int((labels[0] == labels[1]).cumprod(0).sum())
+    labels = probe[0]["labels"]
+    common = (labels[0] == labels[1]).cumprod(0).sum()
     rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
     noise = max(rounding, 1e-4)
     _check_equal(together[:common], second[:common], noise, NOT_CAUSAL)
@@ -128,18 +121,17 @@ def check_model(
         some, targets = together[:4], labels[labels != -100][:4]
         padding = torch.full_like(targets, -100)
         padded = token_loss(torch.cat([some, some]), torch.cat([targets, padding]))
-        parts = sum(map(token_loss, some.split(1), targets.split(1)))
-        _check_equal(parts[None], padded[None], 1e-5, NOT_A_SUM)
+        total = sum(map(token_loss, some.split(1), targets.split(1)))
+        _check_equal(total[None], padded[None], 1e-5, NOT_A_SUM)
 
 
 def _own_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits, fp32 [targets, vocabulary], that a model computes without our loss. An
     encoder-decoder makes its decoder's inputs from the labels."""
-    inputs = {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
-    if "decoder_input_ids" in batch:
-        del inputs["decoder_input_ids"], inputs["decoder_attention_mask"]
-        inputs["labels"] = batch["labels"]
-    return model(**inputs).logits[batch["labels"] != -100].float()
+    labels, is_seq2seq = batch["labels"], "decoder_input_ids" in batch
+    inputs = {name: x for name, x in batch.items() if name not in MADE_BY_COLLATE}
+    logits = model(**inputs, labels=labels if is_seq2seq else None).logits
+    return logits[labels != -100].float()
 
 
 @contextlib.contextmanager
