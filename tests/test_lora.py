@@ -291,8 +291,8 @@ def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
 @pytest.mark.parametrize("flags, message", [
     (["--fsdp", "1"], "--lora-rank needs --fsdp 2"),
     (["--strategy", "ddp"], "--lora-rank needs --fsdp 2, and not --strategy ddp"),
-    (["--lora-rank", "0", "--load-in-4bit"], "--load-in-4bit needs adapters"),
-    (["--lora-rank", "0", "--lora-targets", "q_proj"], "--lora-targets needs adapters"),
+    (["--lora-rank", "0", "--load-in-4bit"], "--load-in-4bit need --lora-rank"),
+    (["--lora-rank", "0", "--lora-targets", "q_proj"], "--load-in-4bit need --lora-rank"),
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: no such projection. Pass some"),
     (["--load-in-4bit"], "gives wrong results for width 32 on a CPU"),
 ])  # fmt: skip
