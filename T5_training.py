@@ -234,7 +234,6 @@ def train(
         return None
     probe = checks.pairs(), collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
-    rouge.check_generation(args, device, model, collate)  # optional: rouge
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
     log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
@@ -410,7 +409,6 @@ def run_without_training(
     data = summarization_dataset.load, args.data, tokenizer, True
     _, val_sets = ranks.local_main_process_first(*data)
     collate = summarization_dataset.collator(model)  # optional: rouge
-    rouge.check_generation(args, device, model, collate)  # optional: rouge
     results = validation(args, device, model, val_sets, StopRequest())
     triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)  # optional: rouge
     ranks.on_rank_zero(rouge.write, output / "predictions.jsonl", triples)  # optional: rouge

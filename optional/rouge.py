@@ -4,7 +4,6 @@ Without this room, training and evaluation report losses only: no text is genera
 """
 
 import contextlib
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ import regex
 import torch
 import torch.distributed as dist
 import tyro
+from nltk.stem.porter import PorterStemmer  # comes with rouge-score
+from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import Subset
@@ -26,7 +27,7 @@ import policies
 from core import ranks
 from core.args import Interval, Range
 from core.log import progress
-from core.ranks import Batch, Problem
+from core.ranks import Batch
 from core.steps import ordered_loader
 from core.weights import unwrapped
 
@@ -46,12 +47,6 @@ class Rouge:
     """texts to summarize; 0: none; None: 32, or in an evaluation all"""
     num_beams: Annotated[int | None, Range(1), tyro.conf.arg(metavar="N")] = None
     """1: greedy; None: as in generation_config.json"""
-
-    def problems(self, _: Any) -> list[str]:
-        """Return a message if rouge-score is missing."""
-        if self.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-            return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
-        return []
 
 
 @contextlib.contextmanager
@@ -77,21 +72,6 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     with policies.evaluation(model), root, autocast:
         yield generate
-
-
-@torch.no_grad()
-def check_generation(args: Any, device: torch.device, model: nn.Module, collate: Collate) -> None:
-    """Generate three tokens; raise Problem if the model's settings cannot work. Call on all ranks,
-    before training."""
-    if args.summaries.rouge_samples == 0:
-        return
-    batch = collate([{"input_ids": [*range(10, 27)], "labels": [*range(30, 46)]}])
-    try:
-        with generation(args, device, model) as generate, torch.compiler.set_stance("force_eager"):
-            generate(batch, 3)
-    except Exception as error:  # of any type, as Transformers raises many
-        raise Problem(f"The model cannot generate texts for ROUGE: {error!r}. Fix its "
-                      "generation_config.json, or pass --rouge-samples 0.") from error  # fmt: skip
 
 
 @torch.no_grad()
@@ -136,11 +116,7 @@ class Words:
 
     _single = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"
     PATTERN = regex.compile(rf"(?V1)[{_single}]|[[\p{{L}}\p{{M}}\p{{N}}]--[{_single}]]+")
-
-    def __init__(self) -> None:
-        from nltk.stem.porter import PorterStemmer  # comes with rouge-score
-
-        self.stem = PorterStemmer().stem
+    stem = staticmethod(PorterStemmer().stem)
 
     def tokenize(self, text: str) -> list[str]:
         """Return the words of a text in lower case. Those of up to 3 letters are not stemmed."""
@@ -152,8 +128,6 @@ def score(triples: Triples) -> dict[str, float]:
     """Return mean F-measures of ROUGE-1, -2 and -L in percent; {} if there are no triples."""
     if not triples:
         return {}
-    from rouge_score.rouge_scorer import RougeScorer  # needed only for ROUGE
-
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
     return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}
