@@ -87,9 +87,7 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args = parse(Args, __doc__, TINY)
-    lora.choose_fsdp(args)  # optional: lora
-    return checked(args)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -46,19 +46,16 @@ class Lora:
     """hold frozen projections in NF4 (QLoRA)"""
 
     def problems(self, args: Any) -> list[str]:
-        """Return a message if flags of LoRA or 4-bit weights cannot work."""
-        if not self.lora_rank and self != Lora():
-            return ["--lora-alpha, -dropout, -targets and --load-in-4bit need --lora-rank."]
-        if self.lora_rank and (args.sharding.strategy == "ddp" or args.sharding.fsdp == 1):
+        """Choose --fsdp 2 for adapters unless it is passed; return a message if the flags of a
+        script's `args` cannot work."""
+        if not self.lora_rank:
+            message = "--lora-alpha, -dropout, -targets and --load-in-4bit need --lora-rank."
+            return [message] if self != Lora() else []
+        is_passed = any(word.startswith("--fsdp") for word in sys.argv)
+        if args.sharding.strategy == "ddp" or (is_passed and args.sharding.fsdp == 1):
             return ["--lora-rank needs --fsdp 2, and not --strategy ddp."]
-        return []
-
-
-def choose_fsdp(args: Any) -> None:
-    """Set --fsdp to 2 in a script's arguments if adapters are trained and it is not passed."""
-    is_passed = any(word.startswith("--fsdp") for word in sys.argv)
-    if args.adapters.lora_rank and not is_passed and args.sharding.strategy != "ddp":
         args.sharding.fsdp = 2
+        return []
 
 
 def add(
@@ -177,7 +174,9 @@ def export_model(
             tensors[f"base_model.model.{key}"] = tensor.cpu()
 
     def write_adapters() -> None:
-        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        # Unlike save_file, this raises OSError on a full disk.
+        content = safetensors.torch.save(tensors, {"format": "pt"})
+        (temporary / "adapter_model.safetensors").write_bytes(content)
         model.adapters.save_pretrained(temporary)
         export.add_stops(model.generation_config, tokenizer)
         settings = model.generation_config.to_json_string()  # without save_pretrained's refusals
