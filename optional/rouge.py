@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
 import regex
 import torch
 import torch.distributed as dist
-import tyro
 from nltk.stem.porter import PorterStemmer  # comes with rouge-score
 from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor, nn
@@ -25,16 +24,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import policies
 from core import ranks
-from core.args import Interval, Range
+from core.args import Interval, Size
 from core.log import progress
 from core.ranks import Batch
 from core.steps import ordered_loader
 from core.weights import unwrapped
 
 # Other values return other objects than one text per example, need a tokenizer or depend on time.
-ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
-ONE_TEXT |= {"stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None}
-ONE_TEXT |= {"use_cache": True}  # training's config says False, and generation without it is slow
+ONE_TEXT = {
+    "do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False,
+    "stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None,
+    "use_cache": True,  # training's config says False, and generation without it is slow
+}  # fmt: skip
 Collate = Callable[[list], Batch]
 Triples = list[Sequence[str]]  # source, reference and generated text
 
@@ -45,8 +46,8 @@ class Rouge:
 
     rouge_samples: Interval = None
     """texts to summarize; 0: none; None: 32, or in an evaluation all"""
-    num_beams: Annotated[int | None, Range(1), tyro.conf.arg(metavar="N")] = None
-    """1: greedy; None: as in generation_config.json"""
+    num_beams: Size = 0
+    """1: greedy; 0: as in generation_config.json"""
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
     options = ONE_TEXT | {"synced_gpus": dist.get_world_size() > 1}
     options["pad_token_id"] = unwrapped(model).config.pad_token_id  # the file's may have no row
-    if args.summaries.num_beams is not None:
+    if args.summaries.num_beams > 0:
         options["num_beams"] = args.summaries.num_beams
     dtype = policies.PRECISIONS[args.sharding.precision].param_dtype
 
