@@ -188,7 +188,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
-@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
     val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None
@@ -234,7 +233,6 @@ def train(
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
     probe = checks.pairs(), collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
-    rouge.check_generation(args, device, model, collate)  # optional: rouge
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
     log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
@@ -410,7 +408,6 @@ def run_without_training(
     data = summarization_dataset.load, args.data, tokenizer, True
     _, val_sets = ranks.local_main_process_first(*data)
     collate = summarization_dataset.collator(model)  # optional: rouge
-    rouge.check_generation(args, device, model, collate)  # optional: rouge
     results = validation(args, device, model, val_sets, StopRequest())
     triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)  # optional: rouge
     ranks.on_rank_zero(rouge.write, output / "predictions.jsonl", triples)  # optional: rouge

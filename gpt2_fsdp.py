@@ -216,7 +216,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["input_ids"], targets=batch["labels"])
 
 
-@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
     val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None
@@ -361,6 +360,7 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
+    watchdog.stop()  # optional: watchdog
     log.write("done", state["step"], best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 

@@ -87,9 +87,7 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args = parse(Args, __doc__, TINY)
-    lora.choose_fsdp(args)  # optional: lora
-    return checked(args)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record
@@ -217,7 +215,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
-@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
     val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None
@@ -363,6 +360,7 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
+    watchdog.stop()  # optional: watchdog
     log.write("done", state["step"], best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 

@@ -29,12 +29,12 @@ from core.weights import library_class
 # Buffers are never cast: in bf16, Llama's rotary angles are off by full rotations at position
 # 4096. Inputs are cast for each unit, because generation runs outside the root's forward.
 _policy = functools.partial(MixedPrecision, cast_forward_inputs=True)
-bfSixteen = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+bfSixteen = _policy(torch.bfloat16, torch.bfloat16)  # of parameters, of reductions
 PRECISIONS = {
     "bf16": bfSixteen,
-    "bf16-fp32-reduce": _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "fp16": _policy(param_dtype=torch.float16, reduce_dtype=torch.float16),
-    "fp32": _policy(param_dtype=torch.float32, reduce_dtype=torch.float32),
+    "bf16-fp32-reduce": _policy(torch.bfloat16, torch.float32),
+    "fp16": _policy(torch.float16, torch.float16),
+    "fp32": _policy(torch.float32, torch.float32),
 }
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
@@ -65,29 +65,24 @@ class Sharding:
     """torch.compile each block"""
 
     def problems(self, args: Any) -> list[str]:
-        """Choose --precision auto; return a message for each combination of the flags of a script's
-        `args` that would not train as asked for."""
+        """Choose --precision auto; return a message if the flags of a script's `args` would not
+        train as asked for."""
         self.precision = compute_precision(self.precision)
-        strategy = self.strategy
         processes = environment_size()
         group = self.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        trains = not (args.run.evaluate_only or args.run.export_only)
-        no_sync = args.optim.accumulate_no_sync
-        syncs_each_batch = args.optim.gradient_accumulation_steps > 1 and not no_sync
-        is_fsdp1 = self.fsdp == 1 and strategy != "ddp"
-        rules = {
+        accumulates = args.optim.gradient_accumulation_steps > 1
+        is_unsafe = processes == 1 or (accumulates and not args.optim.accumulate_no_sync)
+        if self.strategy == "ddp" and (self.fsdp == 2 or self.cpu_offload):
+            return ["--strategy ddp needs --fsdp 1, without --cpu-offload."]
+        if self.cpu_offload and self.fsdp == 1 and is_unsafe:
             # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-            "--cpu-offload needs --fsdp 2, or several processes, and --accumulate-no-sync if "
-            "gradients are accumulated.": (
-                self.cpu_offload and is_fsdp1 and trains and (processes == 1 or syncs_each_batch)
-            ),
-            "--cpu-offload cannot be used with ddp.": self.cpu_offload and strategy == "ddp",
-            "--strategy ddp needs --fsdp 1.": self.fsdp == 2 and strategy == "ddp",
-            # A group of 1 never synchronizes gradients.
-            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
-            "processes.": strategy == "hybrid_shard" and (group <= 1 or processes % group),
-        }
-        return [message for message, is_wrong in rules.items() if is_wrong]
+            return ["--cpu-offload needs --fsdp 2, or several processes, and --accumulate-no-sync "
+                    "if gradients are accumulated."]  # fmt: skip
+        # A group of 1 never synchronizes gradients.
+        if self.strategy == "hybrid_shard" and (group == 1 or processes % group):
+            return ["--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
+                    "processes."]  # fmt: skip
+        return []
 
 
 def compute_precision(precision: str) -> str:
@@ -104,23 +99,22 @@ def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Cl
     model of class `own`, else those of the items of its outermost ModuleLists with two or more,
     except torch.nn's. Raise Problem if `blocks` lacks one: they would silently be in the root unit.
     """
-    classes: dict[type[nn.Module], None] = {}
+    layers: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for stack in model.modules():  # outer ones first
         if isinstance(stack, nn.ModuleList) and len(stack) > 1 and stack not in inner:
-            classes |= dict.fromkeys(type(layer) for layer in stack)
+            layers += stack
             inner.update(stack.modules())
-    found = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
-    units = blocks if isinstance(model, own) else found
-    missing = ", ".join(x.__name__ for x in found if not issubclass(x, units))
-    if missing:
-        raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
-                      "of all layers of the model.")  # fmt: skip
-    kind, names = library_class(type(model)).__name__, ", ".join(x.__name__ for x in units)
-    print0(
-        f"{kind}, units: {names}, {model.num_parameters():,} parameters, "
-        f"attention {model.config._attn_implementation}"
-    )
+    classes = dict.fromkeys(map(type, layers))
+    units = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
+    if isinstance(model, own):
+        if missing := [x.__name__ for x in units if not issubclass(x, blocks)]:
+            raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {', '.join(missing)}. "
+                          "List the classes of all layers of the model.")  # fmt: skip
+        units = blocks
+    names = ", ".join(x.__name__ for x in units)
+    print0(f"{library_class(type(model)).__name__}, units: {names}, {model.num_parameters():,} "
+           f"parameters, attention {model.config._attn_implementation}")  # fmt: skip
     return units
 
 

@@ -48,9 +48,11 @@ class Saver:
             # A save's collectives must not mix with those of the steps.
             timeout = timedelta(minutes=timeout_minutes)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-            self._thread = ThreadPoolExecutor(1)
             has_gpu = torch.accelerator.is_available()
-            self._device = torch.accelerator.current_device_index() if has_gpu else None
+            # Otherwise the thread of every rank would use GPU 0. A negative index changes nothing.
+            device = torch.accelerator.current_device_index() if has_gpu else -1
+            set_device = torch.accelerator.set_device_index
+            self._thread = ThreadPoolExecutor(1, "save", set_device, (device,))
             # Copies of tensors on a GPU are pinned, and the next save overwrites them.
             self._stager = DefaultStager(StagingOptions(has_gpu, False, False, has_gpu))
 
@@ -65,8 +67,8 @@ class Saver:
     def __call__(self, path: Path, tensors: Any, state: dict[str, Any], full: bool) -> None:
         """Save a checkpoint as `checkpoint.save`, or start to, after `settle`."""
         if self._is_background:
-            job = path, self._copy(tensors), copy.deepcopy(state), full
-            self._running = self._thread.submit(self._write, *job)
+            job = self._save, path, self._copy(tensors), copy.deepcopy(state), full
+            self._running = self._thread.submit(*job, group=self._group)
             return
         self._save(path, tensors, state, full)
         self._is_background = self._is_async
@@ -80,14 +82,7 @@ class Saver:
 
     def _copy(self, tensors: Any) -> Any:
         """Return nested dicts of tensors in host memory, which training does not change."""
-        leaves, structure = pytree.tree_flatten(tensors)
-        changing = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, self._copied)]
-        staged = self._stager.stage([leaves[i] for i in changing])  # waits for the device once
-        for i, leaf in zip(changing, staged, strict=True):
-            leaves[i] = leaf
-        return pytree.tree_unflatten(leaves, structure)
-
-    def _write(self, *job: Any) -> None:
-        if self._device is not None:  # otherwise the thread of every rank would use GPU 0
-            torch.accelerator.set_device_index(self._device)
-        self._save(*job, group=self._group)
+        copied = self._copied
+        changing = [x for x in pytree.tree_leaves(tensors) if not isinstance(x, copied)]
+        copies = iter(self._stager.stage(changing))  # waits for the device once
+        return pytree.tree_map(lambda x: x if isinstance(x, copied) else next(copies), tensors)

@@ -31,16 +31,14 @@ PAIRS = (  # other usual names of prompts and answers
     ("inputs", "targets"),
     ("user", "assistant"),
 )
-INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
-INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
               "loss_scale", "loss_weight")  # fmt: skip
 READ = (*TRAIN_KEYS, "system", "system_prompt", "tools")  # columns beside those of the chat
 # Columns besides the chat that are read here, or refused.
-COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "label", "kto_tag")
+COLUMNS = ("input", "context", *PREFERENCES, *TRAIN_KEYS, "label", "kto_tag")
+YES, NO = ("true", "1", "1.0"), ("false", "0", "0.0")  # CSV has text
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
 SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
@@ -49,8 +47,8 @@ OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of 
 HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
 date time timestamp created created_at create_time updated_at model model_name lang language country
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
-token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
-stop_reason end_turn recipient"""
+token_counter tokens token_count num_tokens length rating score text markdown finish_reason
+stop_reason end_turn"""
 PART_KEYS = {"type", "text", "value", "cache_control", "annotations", *TRAIN_KEYS}
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls"}
@@ -97,11 +95,11 @@ def find_columns(
         raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
                       "another loss. To train on the chosen answers, pass --prompt-column and "
                       "--completion-column, or write them as rows of messages.")  # fmt: skip
-    for usual in FORMATS:
-        if not form and columns.keys() >= {*usual}:
-            form = usual
-    if form:
-        print_unread(name, columns, form)
+    form = form or next((usual for usual in FORMATS if columns.keys() >= {*usual}), ())
+    read = (*form, *inputs_of(form), *READ)
+    unread = [x for x in columns if x not in read]
+    if form and unread:
+        print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
     if form or "input_ids" in columns:
         return form
     if "role" in columns:
@@ -112,21 +110,14 @@ def find_columns(
     return usual_columns(name, [x for x in columns if x not in READ], PAIRS) or ()
 
 
-def print_unread(name: str, columns: dict[str, Any], form: tuple[str, ...]) -> None:
-    """Print which columns of the first row are not part of the chats."""
-    read = {*form, *READ}
-    if form[0] in INSTRUCTIONS:
-        read |= {*INPUTS}
-    if unread := [x for x in columns if x not in read]:
-        print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
+def inputs_of(form: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that continue the prompt, for chats in the columns `form`."""
+    return ("input", "context") if "instruction" in form or "query" in form else ()
 
 
 def normalize(row: dict, form: Sequence[str]) -> dict:
     """Return a row with its chat in the columns `form` as messages or text, and without the other
     COLUMNS. Raise ValueError if the row is unusable, for example because it is excluded."""
-    for key in MEDIA:
-        if row.get(key):
-            raise ValueError(f"the row has {key}, and this script trains on text only")
     has_tags = form[0] in ("messages", "prompt", "conversations", "conversation")
     for key in ("label", "kto_tag") if has_tags else ("kto_tag",):
         if str(row.get(key)).lower() == "false":
@@ -141,33 +132,25 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
         prompt = from_json(prompt)
     else:
         result[form[1]] = read_turns(row.get(form[1]))
-    for key in INPUTS if form[0] in INSTRUCTIONS else ():
+    for key in inputs_of(form):
         if row.get(key) not in (None, ""):
-            prompt = f"{as_text(prompt, form[0])}\n\n{as_text(row[key], key)}"
+            prompt = "\n\n".join([prompt, row[key]])  # raises TypeError for others than text
     result[form[0]] = read_turns(prompt)
     return result
 
 
 def is_trained(item: dict, what: str) -> bool:
     """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
-    words = {"false": False, "0": False, "0.0": False, "true": True, "1": True, "1.0": True}
     for key in TRAIN_KEYS:
         value = item.get(key)
         if value in (None, ""):
             continue
-        word = str(value).lower()  # CSV has text
-        if word not in words:
+        word = str(value).lower()
+        if word not in (*YES, *NO):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
-        if words[word] == (key == "mask"):
+        if word in (YES if key == "mask" else NO):
             return False
     return True
-
-
-def as_text(value: Any, name: str) -> str:
-    """Return `value`; raise ValueError unless it is text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}, not text")
-    return value
 
 
 def read_turns(value: Any) -> Any:
@@ -197,9 +180,6 @@ def read_turn(turn: dict) -> dict:
     if isinstance(content, list):
         content = joined_parts(content)
     result = {"role": role, "content": "" if content is None and calls else content}
-    for key in ("recipient", "metadata"):  # the function that a call is for
-        if isinstance(turn.get(key), str) and turn[key] not in ("", "all"):
-            raise ValueError(f"the {role}'s turn has {key} {turn[key]!r}. Write tool_calls")
     if calls:
         result["tool_calls"] = [parse_call(call) for call in calls]
     if not is_trained(turn, f"{role}'s turn"):

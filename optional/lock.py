@@ -1,7 +1,6 @@
 """A lock on OUTPUT_DIR. Without this file, a second run in the same directory is not refused: the
 two would overwrite each other's files. Nor is a run in a directory with the exports of others."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -16,35 +15,27 @@ def hold(directory: Path) -> None:
     The kernel holds the lock, so that it ends with the process, even after kill -9 or on another
     node. Raise Problem on all ranks if another run holds it, or if exports would replace others.
     """
-    on_rank_zero(_check_files, directory)
-    on_rank_zero(_lock, directory)
+    on_rank_zero(_hold, directory)
 
 
-def _check_files(directory: Path) -> None:
-    """Raise Problem if a run in `directory` would replace files that are not a run's."""
-    if directory.is_file():
-        raise Problem(f"--output-dir {directory} is a file. Pass a directory.")
+def _hold(directory: Path) -> None:
     is_run = (directory / "status").exists() or (directory / "checkpoints").exists()
     for path in (directory / "best", directory / "final"):
         is_export = (path / "tokenizer_config.json").exists()
-        if any(path.glob("*")) and not (is_run and (is_export or not path.is_symlink())):
+        if any(path.glob("*")) and not (is_run and is_export):
             raise Problem(f"{path} has files, but not of this run. Pass another --output-dir.")
-
-
-def _lock(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # Never closed: a process loses a POSIX lock when it closes the file. Unlike flock's, such locks
     # are not inherited by the workers of a data loader, which may outlive the run for seconds.
     file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.read(file, 1000).decode(errors="replace") or "another run"
+        raise Problem(f"--output-dir {directory} is in use by {owner}. Pass another one, or delete "
+                      f"{directory}/lock if that run has ended.") from None  # fmt: skip
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            owner = os.read(file, 1000).decode(errors="replace") or "another run"
-            raise Problem(f"--output-dir {directory} is in use by {owner}. Pass another one, or "
-                          f"delete {directory}/lock if that run has ended.") from None  # fmt: skip
         print0(f"The file system of {directory} has no locks ({error.strerror}): start only one "
                "run in it at a time.")  # fmt: skip
-        return
     os.truncate(file, 0)
     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -7,14 +7,14 @@ bitsandbytes. All ranks call each function together.
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -46,21 +46,16 @@ class Lora:
     """hold frozen projections in NF4 (QLoRA)"""
 
     def problems(self, args: Any) -> list[str]:
-        """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
+        """Choose --fsdp 2 for adapters unless it is passed; return a message if the flags of a
+        script's `args` cannot work."""
         if not self.lora_rank:
-            defaults = vars(Lora())
-            changed = [name for name, x in vars(self).items() if x != defaults[name]]
-            return [f"--{x.replace('_', '-')} needs adapters. Pass --lora-rank." for x in changed]
-        if args.sharding.strategy == "ddp" or args.sharding.fsdp == 1:
+            message = "--lora-alpha, -dropout, -targets and --load-in-4bit need --lora-rank."
+            return [message] if self != Lora() else []
+        is_passed = any(word.startswith("--fsdp") for word in sys.argv)
+        if args.sharding.strategy == "ddp" or (is_passed and args.sharding.fsdp == 1):
             return ["--lora-rank needs --fsdp 2, and not --strategy ddp."]
-        return []
-
-
-def choose_fsdp(args: Any) -> None:
-    """Set --fsdp to 2 in a script's arguments if adapters are trained and it is not passed."""
-    is_passed = any(word.partition("=")[0] == "--fsdp" for word in sys.argv)
-    if args.adapters.lora_rank and not is_passed and args.sharding.strategy != "ddp":
         args.sharding.fsdp = 2
+        return []
 
 
 def add(
@@ -82,8 +77,9 @@ def add(
     dtype = policies.PRECISIONS[args.sharding.precision].param_dtype
     layers, targets = projections(model, blocks, options.lora_targets)
     if options.load_in_4bit:
+        in_fp32 = model._keep_in_fp32_modules or []  # T5 reads their dtype
         for path, module in layers.items():
-            if fits_4bit(model, path):
+            if path.rpartition(".")[2] not in in_fp32:
                 model.set_submodule(path, Linear4bit(module, dtype))
     base = Path(name)
     config = peft.LoraConfig(
@@ -99,34 +95,34 @@ def add(
         raise Problem(f"--lora-targets names {min(others)} too, which is not a projection of a "
                       "block. Pass only the projections of the attention.")  # fmt: skip
     config.inference_mode = True  # the value that peft saves
-    config.target_modules = sorted(targets)  # the order of a set differs between runs
+    config.target_modules = targets  # sorted: the order of peft's set differs between runs
     file = Path(model.config.name_or_path) / "config.json"
     model.text_part = ""  # where a multimodal base has the layers
     if file.is_file() and json.loads(file.read_text())["model_type"] != model.config.model_type:
         model.text_part = weights.TEXT_PART
-        config.target_modules = rf".*\.{weights.TEXT_PART}.*\.({'|'.join(sorted(targets))})"
+        config.target_modules = rf".*\.{weights.TEXT_PART}.*\.({'|'.join(targets)})"
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     # One value per tensor shows whether a resume has the same base model.
-    values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
+    values = sorted((name, x.flatten()[x.numel() // 2].item()) for name, x in source.items())
+    base_digest = ranks.on_rank_zero(digest, values)[:8]
     for name, parameter in model.named_parameters():
         if source and ADAPTER in name:  # on rank 0; same initialization as peft
             source[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
     check_markers(model, source, tokenizer)
-    base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
     model.adapters = config
     model.only_trained = True  # in checkpoints
     identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
-    identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
+    identity += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
     model.identity = getattr(model, "identity", "") + f"{identity}, base {base_digest}"
 
 
 def projections(
     model: nn.Module, blocks: tuple[type[nn.Module], ...], chosen: tuple[str, ...]
-) -> tuple[dict[str, nn.Module], set[str]]:
+) -> tuple[dict[str, nn.Module], list[str]]:
     """Return by name the linear layers inside a model's `blocks`, which are classes, and the last
     parts of the names of those with adapters: `chosen`, or all. Raise Problem if one is none."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
@@ -134,11 +130,10 @@ def projections(
     linear = (nn.Linear.forward, Conv1D.forward)
     layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
     names = {name.rpartition(".")[2] for name in layers}
-    targets = set(chosen or names)
-    if not targets <= names:
-        raise Problem(f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. "
-                      f"Pass some of {', '.join(sorted(names))}.")  # fmt: skip
-    return layers, targets
+    if unknown := set(chosen) - names:
+        raise Problem(f"--lora-targets {min(unknown)}: no such projection. Pass some of "
+                      f"{', '.join(sorted(names))}.")  # fmt: skip
+    return layers, sorted(set(chosen or names))
 
 
 def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer) -> None:
@@ -147,25 +142,17 @@ def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tok
     if not source:  # on other ranks than 0
         return
     embedding = model.get_input_embeddings().weight
-    names = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    name = next(name for name, x in model.named_parameters() if x is embedding)
     rows = {}
     for token, i in tokenizer.get_added_vocab().items():
         if token in str(tokenizer.chat_template) and i < len(embedding):
-            rows[token] = source[names[0]][i]
-    untrained = []
-    for token, row in rows.items():
-        equal = [other for other in rows if rows[other].equal(row)]
-        if len(equal) > 1 or not row.any():
-            untrained.append(token)
+            rows[token] = tuple(source[name][i].tolist())
+    counts = Counter(rows.values())
+    untrained = [token for token, row in rows.items() if counts[row] > 1 or not any(row)]
     if untrained:
         ranks.print0(f"The base has no trained embeddings of {' '.join(untrained)}, and adapters "
                      "freeze them. Pass --chat-template llama-2, whose markers are plain text, or "
                      "train all weights.")  # fmt: skip
-
-
-def fits_4bit(model: PreTrainedModel, name: str) -> bool:
-    """Return whether layer `name` may be in 4 bits. T5 reads the dtype of those that stay fp32."""
-    return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
 def export_model(
@@ -187,10 +174,9 @@ def export_model(
             tensors[f"base_model.model.{key}"] = tensor.cpu()
 
     def write_adapters() -> None:
-        try:
-            save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:  # for example on a full disk
-            raise OSError(str(error)) from None
+        # Unlike save_file, this raises OSError on a full disk.
+        content = safetensors.torch.save(tensors, {"format": "pt"})
+        (temporary / "adapter_model.safetensors").write_bytes(content)
         model.adapters.save_pretrained(temporary)
         settings = model.generation_config.to_json_string()  # without save_pretrained's refusals
         (temporary / "generation_config.json").write_text(settings)

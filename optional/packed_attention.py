@@ -7,6 +7,7 @@ masks most of it. With flash-attn, set `config._attn_implementation = "flash_att
 
 import contextlib
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,11 +35,8 @@ def set_kernel(
 ) -> None:
     """Set --attention, given all arguments of a script, in the config of a model of class `kind`,
     and print it. Raise Problem if the model cannot use it."""
-    name, length, precision = (
-        args.kernel.attention,
-        args.data.max_seq_length,
-        args.sharding.precision,
-    )
+    name, length = args.kernel.attention, args.data.max_seq_length
+    precision = args.sharding.precision
     has_sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     is_packed = kind._supports_attention_backend and not _needs_mask(config, length)
     if name == "auto":
@@ -80,10 +78,10 @@ def varlen_kernel(name: str, precision: str) -> Function:
     """
     if name == "varlen" and not torch.accelerator.is_available():
         return per_document
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        raise Problem(f"--attention {name} needs a GPU of compute capability 8.0 or newer.")
-    if precision == "fp32":
-        raise Problem(f"--attention {name} needs --precision bf16 or fp16.")
+    has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    if not has_gpu or precision == "fp32":
+        raise Problem(f"--attention {name} needs a GPU of compute capability 8.0 or newer, and "
+                      "--precision bf16 or fp16.")  # fmt: skip
     if name == "flash":
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
@@ -118,10 +116,9 @@ def flash_attn() -> Function:
 def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: float) -> Tensor:
     """Return the causal attention of packed documents, one at a time: the kernel for CPUs."""
     outputs = []
-    lengths = ends.diff().tolist()
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}
-    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        heads_first = (x.transpose(0, 1)[None] for x in parts)
+    for start, end in itertools.pairwise(ends.tolist()):
+        heads_first = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
         output = F.scaled_dot_product_attention(*heads_first, **options)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
@@ -144,17 +141,15 @@ def register(kernel: Function, longest: int = 0) -> None:
             raise Problem(f"--attention flash and varlen need cu_seq_lens_q, which {name} does not "
                           "pass on. Pass --attention sdpa.")  # fmt: skip
         batch, _, length, _ = query.shape
-        features = {"attention_mask": attention_mask} | options
-        if sliding_window is not None and sliding_window < (longest or length):
-            features["sliding_window"] = sliding_window
-        if is_causal is False or not getattr(module, "is_causal", True):
-            features["is_causal=False"] = True
-        used = {feature for feature, x in features.items() if isinstance(x, Tensor) or x}
-        missing = sorted(used - IGNORED)
-        if missing:
-            raise Problem(f"--attention flash and varlen lack {', '.join(missing)}, which {name} "
-                          "needs. Pass --attention eager, or sdpa for a window or dropout."
-                          )  # fmt: skip
+        has_window = sliding_window is not None and sliding_window < (longest or length)
+        is_other = is_causal is False or not getattr(module, "is_causal", True)
+        features = {"attention_mask": attention_mask, "is_causal=False": is_other} | options
+        features["sliding_window"] = has_window
+        for feature, x in features.items():
+            if feature not in IGNORED and (isinstance(x, Tensor) or x):
+                raise Problem(f"--attention flash and varlen lack {feature}, which {name} needs. "
+                              "Pass --attention eager, or sdpa for a window or dropout."
+                              )  # fmt: skip
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         output = kernel(*parts, cu_seq_lens_q, max_length_q, scaling)

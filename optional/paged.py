@@ -1,7 +1,6 @@
 """The flag --optimizer: bitsandbytes' AdamW, which moves its moments to the CPU if needed.
 Without this file, the moments of AdamW must fit next to the model, or need --cpu-offload."""
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +22,6 @@ class Paged:
         """Return a message if --optimizer cannot run here."""
         if self.optimizer == PAGED and args.sharding.fsdp == 2:
             return [f"--optimizer {PAGED} needs --fsdp 1. bitsandbytes rejects DTensors."]
-        if self.optimizer == PAGED and not importlib.util.find_spec("bitsandbytes"):
-            return ["--optimizer needs bitsandbytes. Run `pip install -r requirements-extras.txt`."]
         return []
 
 
@@ -53,9 +50,9 @@ def replace(args: Paged, adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
             for group_number, group in enumerate(self.param_groups):
                 keys = state_dict["param_groups"][group_number]["params"]  # names or numbers
                 for number, parameter in enumerate(group["params"]):
-                    if keys[number] not in state_dict["state"]:
-                        continue  # this rank has no part of the parameter
-                    values = state_dict["state"][keys[number]]
+                    values = state_dict["state"].get(keys[number])
+                    if values is None:  # this rank has no part of the parameter
+                        continue
                     if parameter not in self.state:  # unified memory is never freed
                         self.init_state(group, parameter, group_number, number)
                     state = self.state[parameter]
@@ -63,5 +60,4 @@ def replace(args: Paged, adamw: torch.optim.AdamW) -> torch.optim.Optimizer:
                     for key, torch_name in NAMES.items():
                         state[key].copy_(values[torch_name])
 
-    plain = [{"params": x["params"], "weight_decay": x["weight_decay"]} for x in adamw.param_groups]
-    return AdamW(plain, lr=adamw.defaults["lr"])
+    return AdamW(adamw.param_groups)

@@ -4,19 +4,19 @@ Without this room, training and evaluation report losses only: no text is genera
 """
 
 import contextlib
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
 import regex
 import torch
 import torch.distributed as dist
-import tyro
+from nltk.stem.porter import PorterStemmer  # comes with rouge-score
+from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import Subset
@@ -24,16 +24,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import policies
 from core import ranks
-from core.args import Interval, Range
+from core.args import Interval, Size
 from core.log import progress
-from core.ranks import Batch, Problem
+from core.ranks import Batch
 from core.steps import ordered_loader
 from core.weights import unwrapped
 
 # Other values return other objects than one text per example, need a tokenizer or depend on time.
-ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
-ONE_TEXT |= {"stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None}
-ONE_TEXT |= {"use_cache": True}  # training's config says False, and generation without it is slow
+ONE_TEXT = {
+    "do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False,
+    "stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None,
+    "use_cache": True,  # training's config says False, and generation without it is slow
+}  # fmt: skip
 Collate = Callable[[list], Batch]
 Triples = list[Sequence[str]]  # source, reference and generated text
 
@@ -44,14 +46,8 @@ class Rouge:
 
     rouge_samples: Interval = None
     """texts to summarize; 0: none; None: 32, or in an evaluation all"""
-    num_beams: Annotated[int | None, Range(1), tyro.conf.arg(metavar="N")] = None
-    """1: greedy; None: as in generation_config.json"""
-
-    def problems(self, _: Any) -> list[str]:
-        """Return a message if rouge-score is missing."""
-        if self.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-            return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
-        return []
+    num_beams: Size = 0
+    """1: greedy; 0: as in generation_config.json"""
 
 
 @contextlib.contextmanager
@@ -66,7 +62,7 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
     options = ONE_TEXT | {"synced_gpus": dist.get_world_size() > 1}
     options["pad_token_id"] = unwrapped(model).config.pad_token_id  # the file's may have no row
-    if args.summaries.num_beams is not None:
+    if args.summaries.num_beams > 0:
         options["num_beams"] = args.summaries.num_beams
     dtype = policies.PRECISIONS[args.sharding.precision].param_dtype
 
@@ -77,21 +73,6 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     with policies.evaluation(model), root, autocast:
         yield generate
-
-
-@torch.no_grad()
-def check_generation(args: Any, device: torch.device, model: nn.Module, collate: Collate) -> None:
-    """Generate three tokens; raise Problem if the model's settings cannot work. Call on all ranks,
-    before training."""
-    if args.summaries.rouge_samples == 0:
-        return
-    batch = collate([{"input_ids": [*range(10, 27)], "labels": [*range(30, 46)]}])
-    try:
-        with generation(args, device, model) as generate, torch.compiler.set_stance("force_eager"):
-            generate(batch, 3)
-    except Exception as error:  # of any type, as Transformers raises many
-        raise Problem(f"The model cannot generate texts for ROUGE: {error!r}. Fix its "
-                      "generation_config.json, or pass --rouge-samples 0.") from error  # fmt: skip
 
 
 @torch.no_grad()
@@ -136,11 +117,7 @@ class Words:
 
     _single = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"
     PATTERN = regex.compile(rf"(?V1)[{_single}]|[[\p{{L}}\p{{M}}\p{{N}}]--[{_single}]]+")
-
-    def __init__(self) -> None:
-        from nltk.stem.porter import PorterStemmer  # comes with rouge-score
-
-        self.stem = PorterStemmer().stem
+    stem = staticmethod(PorterStemmer().stem)
 
     def tokenize(self, text: str) -> list[str]:
         """Return the words of a text in lower case. Those of up to 3 letters are not stemmed."""
@@ -152,8 +129,6 @@ def score(triples: Triples) -> dict[str, float]:
     """Return mean F-measures of ROUGE-1, -2 and -L in percent; {} if there are no triples."""
     if not triples:
         return {}
-    from rouge_score.rouge_scorer import RougeScorer  # needed only for ROUGE
-
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
     return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}

@@ -16,34 +16,23 @@ import policies
 from core.ranks import Batch, Problem, host_sums, print0, to_device
 
 OTHER_LOGITS = (
-    "The logits behind the loss differ from the model's own by {:.2%}. Make LossHead.loss_logits "
-    "scale and cap them as the model's forward does, or compute the loss as T5_training.py does."
+    "The logits behind the loss differ by {:.2%} from those that the model computes. Pass it the "
+    "same inputs, and make LossHead.loss_logits scale and cap them as its forward does."
 )
-OTHER_INPUTS = (
-    "The decoder's logits differ by {:.1%} from those that the model computes from the labels. "
-    "Make collate build decoder_input_ids and decoder_attention_mask as the model's forward does."
-)
-NOT_CAUSAL = (
-    "The model is not causal: its logits change by {:.1%} if only later tokens change, so it would "
-    "train on the answers. Give it a causal attention mask."
-)
+NOT_CAUSAL = "The model is not causal: its logits change by {:.1%} if only later tokens change."
 PADDING = (
     "Padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
-    "batch. Use batches of one length in collate, and delete this check in startup_checks.py."
+    "batch. Use batches of one length in collate, and delete this check."
 )
 LEAK = (
-    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}, "
-    "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
+    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}. "
+    "Pass --no-packing."
 )
 NOT_A_SUM = (
     "summed_loss is not a sum over target tokens: a batch's loss differs by {:.2%} from the sum of "
-    'its examples\' losses. Use reduction="sum". If your loss cannot be a sum, divide by your own '
-    "count in train, and delete this check in startup_checks.py."
+    'its parts. Use reduction="sum", or divide by your own count in train and delete this check.'
 )
-FLAT_SHARDS = (
-    "{} gets flat shards of FSDP1, not tensors: this trains correctly only if each element is "
-    "updated by itself. Otherwise pass --fsdp 2."
-)
+MADE_BY_COLLATE = ("labels", "targets", "tokens", "decoder_input_ids", "decoder_attention_mask")
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
@@ -56,7 +45,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
     name = type(optimizer).__name__
     if isinstance(model, FSDP) and name not in ELEMENTWISE:
-        print0(FLAT_SHARDS.format(name))
+        print0(f"{name} gets flat shards of FSDP1, not tensors: this trains correctly only if each "
+               "element is updated by itself. Otherwise pass --fsdp 2.")  # fmt: skip
 
 
 # Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
@@ -74,12 +64,14 @@ def pairs() -> list[Any]:
 
 def chats(args: Any) -> list[Any]:
     """Return samples for chat_dataset and its `args`: [a, a] and [b, a] if documents are packed."""
-    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. It is
-    # longer than some attention blocks.
-    length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
+    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. If it
+    # can be, it is longer than some attention blocks.
+    length = 160 if args.max_seq_length >= 320 else 16
     a = [10 + i % 97 for i in range(length + 1)]
-    b = a[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
-    rows = [[a, a], [b, a]] if args.packing else [[a], [a[:9]]]
+    b = a[:8] + [10 + i * i % 97 for i in range(8, length + 1)]
+    rows = [[a], [a[:9]]]
+    if args.packing:
+        rows = [[a, a], [b, a]]
     return [[{"input_ids": ids, "labels": ids} for ids in row] for row in rows]
 
 
@@ -91,29 +83,31 @@ def check_model(
     """Raise Problem, on all ranks, if a model with its weights would train incorrectly: its loss is
     not a sum or not computed from its own logits, or these depend on later tokens, other documents
     or padding. `samples` are those of a function above; all ranks pass the same."""
-    probe = [to_device(collate(x), device) for x in (samples, *([sample] for sample in samples))]
-    labels = probe[0]["labels"]
-    counts = [int((batch["labels"] != -100).sum()) for batch in probe]
-    inputs = _model_inputs(probe[0])
-    is_seq2seq = "decoder_input_ids" in inputs
-    if is_seq2seq:  # the model makes its decoder's inputs from labels
-        inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
-        inputs["labels"] = labels
-    with _forward_only(model, device, precision), _recorded_logits(model, summed_loss) as chunks:
+    groups = [samples, *([sample] for sample in samples), []]
+    *probe, no_targets = [to_device(collate(group), device) for group in groups]
+    with (
+        torch.compiler.set_stance("force_eager"),
+        policies.evaluation(model),
+        policies.autocast(model, device, precision),
+    ):
         # FSDP records its prefetch order in the first pass, so run it as in training.
-        losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
-        if sum(map(len, chunks)) != sum(counts):  # the loss does not call token_loss
-            chunks = [model(**_model_inputs(x)).logits[x["labels"] != -100] for x in probe]
-        own = model(**inputs).logits[labels != -100].float()
-    together, first, *_, last = torch.cat(chunks).float().split(counts)
-    common = int((labels[0] == labels[1]).cumprod(0).sum())
+        with _recorded_logits(model, summed_loss) as recorded:
+            losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
+        parts = [_own_logits(model, batch) for batch in probe]
+        empty = summed_loss(model, no_targets)
+    logits = own = torch.cat(parts)
+    if sum(map(len, recorded)) == len(own):  # otherwise the loss does not call token_loss
+        logits = torch.cat(recorded).float()
+    together, first, *_, last = logits.split([len(part) for part in parts])
+    second = together[len(first) :]
+    labels = probe[0]["labels"]
+    common = (labels[0] == labels[1]).cumprod(0).sum()
     rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
     noise = max(rounding, 1e-4)
-    second = together[len(first) :]
     _check_equal(together[:common], second[:common], noise, NOT_CAUSAL)
-    if is_seq2seq:
+    if "decoder_input_ids" in probe[0]:
         _check_equal(together[-len(last) :], last, noise, PADDING)
-    _check_equal(together, own, max(rounding, 1e-5), OTHER_INPUTS if is_seq2seq else OTHER_LOGITS)
+    _check_equal(logits, own, max(rounding, 1e-5), OTHER_LOGITS)
     if isinstance(samples[0], list) and len(samples[0]) == 2:  # `chats`, packed
         document, after_itself, _, after_other = together.chunk(4)
         _check_equal(document, after_itself, noise, LEAK)
@@ -121,21 +115,23 @@ def check_model(
         _check_equal(after_itself, after_other, noise / 16, LEAK)
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
-    with _forward_only(model, device, precision):
-        empty = summed_loss(model, to_device(collate([]), device))  # of a term that is a mean
-    _check_equal(losses[0], losses[0] + empty, 0, NOT_A_SUM)
+    _check_equal(losses[0], losses[0] + empty, 0, NOT_A_SUM)  # of a term that is a mean
     if token_loss := summed_loss.__globals__.get("token_loss"):
         # Exactly, because a second term may be small.
         some, targets = together[:4], labels[labels != -100][:4]
         padding = torch.full_like(targets, -100)
         padded = token_loss(torch.cat([some, some]), torch.cat([targets, padding]))
-        parts = sum(token_loss(x[None], y[None]) for x, y in zip(some, targets, strict=True))
-        _check_equal(parts[None], padded[None], 1e-5, NOT_A_SUM)
+        total = sum(map(token_loss, some.split(1), targets.split(1)))
+        _check_equal(total[None], padded[None], 1e-5, NOT_A_SUM)
 
 
-def _model_inputs(batch: Batch) -> Batch:
-    """Return the part of a batch that a model's forward takes, without the targets."""
-    return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+def _own_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits, fp32 [targets, vocabulary], that a model computes without our loss. An
+    encoder-decoder makes its decoder's inputs from the labels."""
+    labels, is_seq2seq = batch["labels"], "decoder_input_ids" in batch
+    inputs = {name: x for name, x in batch.items() if name not in MADE_BY_COLLATE}
+    logits = model(**inputs, labels=labels if is_seq2seq else None).logits
+    return logits[labels != -100].float()
 
 
 @contextlib.contextmanager
@@ -149,22 +145,12 @@ def _recorded_logits(model: nn.Module, summed_loss: Callable) -> Iterator[list[T
         return token_loss(logits, targets)
 
     places = [vars(module) for module in model.modules()] + [summed_loss.__globals__]
-    places = [names for names in places if "token_loss" in names]
-    for names in places:
-        names["token_loss"] = partial(record, names["token_loss"])
+    originals = [(names, names["token_loss"]) for names in places if "token_loss" in names]
+    for names, token_loss in originals:
+        names["token_loss"] = partial(record, token_loss)
     yield chunks
-    for names in places:
-        names["token_loss"] = names["token_loss"].args[0]
-
-
-@contextlib.contextmanager
-def _forward_only(model: nn.Module, device: torch.device, precision: str) -> Iterator[None]:
-    """Run forward passes as in a validation, without torch.compile. Random states are restored."""
-    devices = [] if device.type == "cpu" else [device.index]
-    random = torch.random.fork_rng(devices, device_type=device.type)
-    precise = policies.autocast(model, device, precision)
-    with torch.compiler.set_stance("force_eager"), random, policies.evaluation(model), precise:
-        yield
+    for names, token_loss in originals:
+        names["token_loss"] = token_loss
 
 
 def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:

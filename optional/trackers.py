@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from core.log import Log
 from core.ranks import print0
 
@@ -27,11 +29,9 @@ class Track:
 def follow(log: Log, args: Any, project: str, step: int) -> Log:
     """Return `log`, whose events go to the trackers of `args.track` too. A run that resumes at
     `step` in `args.run.output_dir` continues there. Any rank may call this."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        settings = json.loads(json.dumps(asdict(args), default=str))
-        for name in args.track.track:
-            with _tolerant(name):
-                _open[name] = _start(name, args.run.output_dir / "track", project, step, settings)
+    for name in args.track.track if dist.get_rank() == 0 else ():
+        with _tolerant(name):
+            _open[name] = _start(name, args, project, step)
     write = log.write
 
     def write_and_send(event: str, *values: Any, **more: Any) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def follow(log: Log, args: Any, project: str, step: int) -> Log:
 
 def finish() -> None:
     """Close the trackers, which may still have events to send. Any rank may call this."""
-    for name in list(_open):
+    for name, tracker in list(_open.items()):
         with _tolerant(name):
-            tracker = _open.pop(name)
             tracker.close() if name == "tensorboard" else tracker.finish()
+    _open.clear()
 
 
 def _send(event: str, values: dict[str, Any]) -> None:
@@ -81,7 +81,8 @@ def _tolerant(name: str) -> Iterator[None]:
         print0(f"--track {name} failed and is no longer used: {error!r}")
 
 
-def _start(name: str, directory: Path, project: str, step: int, settings: dict) -> Any:
+def _start(name: str, args: Any, project: str, step: int) -> Any:
+    directory = args.run.output_dir / "track"
     if name == "tensorboard":
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         return writer(directory / name, purge_step=step + 1)  # later steps are repeated
@@ -89,10 +90,8 @@ def _start(name: str, directory: Path, project: str, step: int, settings: dict) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    options = {"project": project, "name": path.read_text()}
-    if name == "wandb":
-        options |= {"id": options["name"], "dir": str(directory)}
-    for key in options:  # the user's variables take precedence
-        variable = "WANDB_RUN_ID" if key == "id" else f"{name}_{key}".upper()
-        options[key] = os.environ.get(variable, options[key])
-    return importlib.import_module(name).init(resume="allow", config=settings, **options)
+    run = path.read_text()
+    options = {"id": run, "dir": directory} if name == "wandb" else {"name": run}
+    options["project"] = os.environ.get(f"{name.upper()}_PROJECT", project)
+    options["config"] = json.loads(json.dumps(asdict(args), default=str))
+    return importlib.import_module(name).init(resume="allow", **options)

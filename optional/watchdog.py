@@ -2,9 +2,7 @@
 a collective, and nothing tells where it was.
 """
 
-import contextlib
 import faulthandler
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,15 +18,6 @@ def restart(directory: Path, timeout_minutes: float) -> None:
     if _file is None:
         _file = (directory / f"stacks-rank-{dist.get_rank()}.txt").open("w")
     faulthandler.dump_traceback_later(timeout_minutes * 20, file=_file)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """A context, or decorator, at the end of which `stop` is called, also after an error."""
-    try:
-        yield
-    finally:
-        stop()
 
 
 def stop() -> None:

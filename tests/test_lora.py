@@ -227,14 +227,11 @@ def test_one_rank_resumes_two(flags, wide_llama, tmp_path):
     assert held_out_loss(merged, documents) == pytest.approx(losses(one_run, "val")[8], rel=1e-5)
 
 
-PARSE = "    return checked(parse(Args, __doc__, TINY))\n"
 RETURN = "    return model, blocks, tokenizer, source\n"
 T5_CHANGES = {  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     "import policies\n": "import policies\nfrom optional import lora\n",
     "    model: Model = field": "    adapters: lora.Lora = field(default_factory=lora.Lora)\n"
     "    model: Model = field",
-    PARSE: "    args = parse(Args, __doc__, TINY)\n    lora.choose_fsdp(args)\n"
-    "    return checked(args)\n",
     RETURN: f"    lora.add(args, model, source, blocks, tokenizer)\n{RETURN}",
     "export_model(": "lora.export_model(",
 }
@@ -291,8 +288,8 @@ def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
 @pytest.mark.parametrize("flags, message", [
     (["--fsdp", "1"], "--lora-rank needs --fsdp 2"),
     (["--strategy", "ddp"], "--lora-rank needs --fsdp 2, and not --strategy ddp"),
-    (["--lora-rank", "0", "--load-in-4bit"], "--load-in-4bit needs adapters"),
-    (["--lora-rank", "0", "--lora-targets", "q_proj"], "--lora-targets needs adapters"),
+    (["--lora-rank", "0", "--load-in-4bit"], "--load-in-4bit need --lora-rank"),
+    (["--lora-rank", "0", "--lora-targets", "q_proj"], "--load-in-4bit need --lora-rank"),
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: no such projection. Pass some"),
     (["--load-in-4bit"], "gives wrong results for width 32 on a CPU"),
 ])  # fmt: skip

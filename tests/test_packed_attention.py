@@ -218,7 +218,7 @@ CHOICES = [  # class, --attention, config, and the attention or the end of the m
     ("Llama", "auto", {"sliding_window": 9, "use_sliding_window": False}, "packed"),
     ("Llama", "auto", {"sliding_window": 64}, "packed"),
     ("Llama", "auto", {"attention_dropout": 0.1}, "sdpa"),
-    ("Llama", "flash", {}, "needs a GPU of compute capability 8.0 or newer."),
+    ("Llama", "flash", {}, "--precision bf16 or fp16."),
     ("GptOss", "auto", {}, "eager"),
     ("GptOss", "sdpa", {}, "GptOssForCausalLM lacks it. Pass eager."),
     ("Gemma2", "sdpa", {}, "Gemma2ForCausalLM lacks it. Pass eager."),

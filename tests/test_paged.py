@@ -1,6 +1,5 @@
 """Test bitsandbytes' paged AdamW: ten steps, and resumes from its checkpoints."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,7 @@ def test_ten_steps_equal_plain_pytorch_and_resume(variant, results, llama_direct
     assert results[variant]["resume"]["adamw"][0] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--fsdp", "2"], "rejects DTensors"),
-    (["--lora-rank", "4"], "rejects DTensors"),
-    ([], "needs bitsandbytes. Run `pip install -r requirements-extras.txt`."),
-])  # fmt: skip
-def test_flags_that_cannot_work_are_refused(flags, message, capfd, monkeypatch):
-    if not flags:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+@pytest.mark.parametrize("flags", [["--fsdp", "2"], ["--lora-rank", "4"]])
+def test_fsdp2_is_refused(flags, capfd):
     assert start(llama_fsdp, "--optimizer", "paged_adamw_32bit", *flags) == 1
-    assert message in capfd.readouterr().err
+    assert "rejects DTensors" in capfd.readouterr().err

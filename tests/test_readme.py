@@ -4,7 +4,6 @@ CPU commands run with less data, here or in the test named beside them. Commands
 hub are only parsed.
 """
 
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -29,7 +28,6 @@ PROGRAMS = {
     f"{module.__name__.replace('.', '/')}.py": module
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
-EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
 FOLDERS = ("core", "optional", "benchmarks", "tools")  # the docs omit these folders in file names
 
 
@@ -172,8 +170,6 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     if "# GPUs" in line:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(policies, "compute_precision", lambda _: "bf16")
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or find_spec(*x))
     monkeypatch.setattr(sys, "argv", [program, *flags])
     monkeypatch.setattr(ranks, "end", sys.exit)
     try:

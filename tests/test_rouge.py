@@ -68,23 +68,6 @@ def test_summaries_equal_those_of_transformers(count, expected, t5_directory, pr
         assert source == reference == text
 
 
-def test_settings_that_cannot_generate_are_refused(t5_directory, process_group):
-    model = T5ForConditionalGeneration.from_pretrained(t5_directory)
-    collate, device = summarization_dataset.collator(model), torch.device("cpu")
-    rouge.check_generation(arguments(), device, model, collate)
-    model.generation_config.update(num_beams=4, num_beam_groups=3)
-    with pytest.raises(ValueError, match="cannot generate texts for ROUGE: .*rouge-samples 0."):
-        rouge.check_generation(arguments(), device, model, collate)
-    rouge.check_generation(arguments(rouge_samples=0), device, model, collate)
-
-
-def test_missing_package_is_named_before_training(monkeypatch):
-    assert rouge.Rouge().problems(None) == []
-    monkeypatch.setattr(rouge.importlib.util, "find_spec", lambda _: None)
-    assert "pip install rouge-score" in rouge.Rouge().problems(None)[0]
-    assert rouge.Rouge(rouge_samples=0).problems(None) == []
-
-
 def test_two_processes_evaluate_like_one_and_like_the_training(t5_directory, tmp_path):
     """All report the same loss and beam search texts. The base's generation settings that would
     change the outputs are ignored, and exported. A damaged checkpoint has no effect."""
