@@ -153,7 +153,7 @@ def blocks(
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
     starts with the last token of the one before, so every token but the first is a target once.
     `bos` precedes each document: some models cannot predict without it."""
-    pending: list[int] = []
+    pending = []
     is_start = True  # of a document
     for row in rows:
         ids = row["input_ids"]

@@ -105,11 +105,10 @@ def load(
     draw = partial(draw_documents, length=args.max_seq_length)
     train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, draw, evaluate_only)
     capacity = args.max_seq_length if args.packing else 0
-    packs = {name: PackedDataset(rows, capacity, seed) for name, rows in val_sets.items()}
-    if train_set is None:
-        return None, packs
-    print0(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
-    return PackedDataset(train_set, capacity, seed), packs
+    if train_set:
+        print0(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
+        train_set = PackedDataset(train_set, capacity, seed)
+    return train_set, {name: PackedDataset(x, capacity, seed) for name, x in val_sets.items()}
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
@@ -162,7 +161,7 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     """Return the columns of a data set's chats: those of the flags if it has them, messages, or
     prompts and answers; () if its rows are texts or tokens. `columns` is its first row. Raise
     Problem if it has none of these."""
-    form: tuple = ()
+    form = ()
     pair = args.prompt_column, args.completion_column
     is_alone = len(args.dataset) + len(args.val_dataset) == 1
     if args.text_column != Data.text_column and args.text_column in columns:
@@ -308,9 +307,14 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
         template = FIXED_DATE + template
 
     def text_of(turns: Turns, is_prompt: bool = False, tools: Turns | None = tools) -> str:
-        options = {"add_generation_prompt": is_prompt, "chat_template": template}
         try:
-            text = tokenizer.apply_chat_template(turns, tools, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(
+                turns,
+                tools,
+                chat_template=template,
+                add_generation_prompt=is_prompt,
+                tokenize=False,
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template rejects the chat: {error}") from error
         return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
@@ -319,7 +323,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     for tool in tools or ():
         if whole == text_of(turns, tools=[x for x in tools if x is not tool]):
             raise Problem(f"the chat template drops a tool. {ADVICE}")
-    documents: list[tuple[str, Spans]] = [("", [])]
+    documents = [("", [])]
     checked = 0  # turns of the last document
     is_ended = True  # whether the template puts a marker after the answer
     for i, turn in enumerate(turns):
@@ -403,7 +407,7 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
     call = partial(tokenizer, add_special_tokens=False, verbose=False)
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
     known = 0  # characters whose tokens are in known_ids: the text before a special token
-    known_ids: Ids = []
+    known_ids = []
 
     def prefix(position: int) -> Ids:
         """Return the tokens of text[:position]. Those from a special token do not depend on the
@@ -415,7 +419,7 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
             known = mark
         return known_ids + call(text[known:position])["input_ids"]
 
-    documents: list[Document] = [([], [])]
+    documents = [([], [])]
     for start, end in answers:
         prompt, ids = prefix(start), prefix(end)
         if ids[: len(prompt)] != prompt:
@@ -487,7 +491,7 @@ def pack(lengths: Sequence[int], capacity: int, generator: torch.Generator) -> l
     """Return groups of indices of `lengths`. The lengths in a group sum to at most `capacity`; a
     longer one gets its own group. Each group takes the longest that fits, until none does.
     Equal lengths are drawn at random, so the number of groups is the same in every epoch."""
-    packs: list[Ids] = []
+    packs = []
     by_length = defaultdict(list)
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         by_length[lengths[i]].append(i)

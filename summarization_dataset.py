@@ -123,7 +123,7 @@ def load_wikihow(args: Data) -> reading.Parts:
         raise Problem(f"--dataset wikihow needs {path}. Get it from "
                       "https://github.com/mahnazkoupaee/WikiHow-Dataset.")  # fmt: skip
     rows = reading.read(str(path))["train"]
-    titles: dict[str, str] = {}
+    titles = {}
     for split, name in TITLE_LISTS.items():
         path = directory / name
         if path.is_file():
