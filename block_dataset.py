@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Annotated, Any, Literal
 
-import numpy as np
 import torch
 import tyro
 from datasets import Dataset, Features, List, Value
@@ -22,11 +21,11 @@ from core.ranks import Batch, Problem, print0
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
 USUAL_COLUMNS = [("text",), ("content",), ("document",), ("article",)]
-# Keys of pieces of text files: whether the next row continues it, and whether it continues one.
-CONTINUES, LATER = "text continues", "later text"
+CONTINUES = "text continues"  # in the next row: a key of pieces of text files
 PIECE = 1 << 14  # characters of a text file that make a row
-# The start of a text that ends after a word, or after a line break between two lines.
-START = re.compile(r"(?s).*([^\W\d_](?=\s)|\S\n(?=\S))")
+# The start of a text that ends after a word, or after a line break between two lines. A text
+# without these is cut anywhere.
+START = re.compile(r"(?s).*([^\W\d_](?=\s+\S)|\S\n(?=\S))|.{1000000}")
 
 
 @dataclass
@@ -63,9 +62,7 @@ def load(
 
 def draw(name: str, split: str, rows: Dataset, limit: int) -> Dataset:
     """Return `limit` random blocks (0: all)."""
-    blocks = reading.sample(rows, limit)
-    print0(f"{name}, {split}: {len(blocks):,} of {len(rows):,} blocks used")
-    return blocks
+    return reading.sample(rows, limit)
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
@@ -82,59 +79,52 @@ def hold_out(name: str, rows: Dataset) -> reading.Parts:
         raise Problem(f"Data set {name} gives {count} blocks, so none can be held out for "
                       "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
     first = count - max(1, count // 20)
-    validation = rows.select(range(first, count))
-    return {"train": rows.select(range(first)), "validation": validation}
+    return {"train": rows.select(range(first)), "validation": rows.select(range(first, count))}
 
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
     size, column, eos = args.block_size, args.text_column, tokenizer.eos_token
     columns = reading.first_row(name, rows)
-    # With several data sets, the flag is for those that have the column.
-    is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
-    if is_default and {column, "input_ids"}.isdisjoint(columns):
-        (column,) = reading.usual_columns(name, columns, USUAL_COLUMNS) or [column]
+    if {column, "input_ids"}.isdisjoint(columns):
+        # With several data sets, the flag is for those that have the column.
+        is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
+        usual = is_default and reading.usual_columns(name, columns, USUAL_COLUMNS)
+        if not usual:
+            raise reading.no_columns(name, [column], columns, "Pass --text-column.")
+        (column,) = usual
+
+    def from_tokens(row: dict) -> list[dict]:
+        ids = reading.token_ids(row, "input_ids", "--block-size", size + 1, tokenizer)
+        return [{"input_ids": ids}]
 
     def from_text(row: dict) -> list[dict]:
         text = row.get(column)
         if not isinstance(text, str):
             raise ValueError(f"{column} is {text!r}, not text")
+        parts = [text] if text else []
+        if CONTINUES in row:  # in a text file, the text of EOS separates documents
+            parts = text.split(eos)
         options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-        documents = []
-        before = ""  # because some tokenizers put a space in front of a text, as Llama 2's
-        if row.get(LATER):
-            before = "a" if text[:1].isspace() else "\n"
-        # In a text file, the text of EOS separates documents.
-        for part in text.split(eos) if CONTINUES in row else [text]:
-            ids = tokenizer(before + part, verbose=False, **options)["input_ids"]
-            if before:
-                ids = ids[len(tokenizer(before, verbose=False, **options)["input_ids"]) :]
-                before = ""
-            ends = row.get(LATER) and not documents  # the piece before, which has no EOS
-            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part or ends else []
+        documents = [tokenizer(part, verbose=False, **options)["input_ids"] for part in parts]
+        for ids in documents:
+            ids.append(tokenizer.eos_token_id)
         is_line = "wikitext" in name.lower() and text.endswith(" \n")  # of an article
-        if documents and (is_line or row.get(CONTINUES)):
-            documents[-1]["input_ids"].pop()
-        return documents
+        if is_line or row.get(CONTINUES):
+            documents[-1].pop()
+        return [{"input_ids": ids} for ids in documents]
 
-    def from_tokens(row: dict) -> list[dict]:
-        limit = "--block-size", size + 1
-        return [{"input_ids": reading.token_ids(row, "input_ids", *limit, tokenizer)}]
-
-    if column not in columns and "input_ids" not in columns:
-        raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
         return reading.map_rows(name, rows, columns, from_tokens, FEATURES, *key)
-    names = [x for x in rows.column_names if x in (column, reading.LINE)]
-    some = str(rows.select_columns(names)[:1000])
-    special = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special}
-    special -= {eos} if CONTINUES in columns else set()  # there it ends documents
-    if spelled := [token for token in special if token in some]:
-        print0(f"{name}: the texts spell {' and '.join(sorted(spelled))}, which stay plain text")
+    some = str(rows[column if column in rows.column_names else reading.LINE][:1000])
+    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    spelled = [x for x in special if x in some and (x != eos or CONTINUES not in columns)]
+    if spelled:
+        print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
     if CONTINUES in columns and len(documents) > len(rows):
-        print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
+        print0(f"{name}: {len(documents) - len(rows):,} times, {eos} ends a document")
     added = tokenizer("", verbose=False)["input_ids"]
     bos = [x for x in added if x == tokenizer.bos_token_id != tokenizer.eos_token_id]
     key = reading.cache_key(blocks, documents._fingerprint, size, bos)
@@ -144,19 +134,17 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
 
 def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
     """Yield a text file in pieces that have the same tokens as in the whole text: those of
-    BPE span neither a letter and the space after it, nor a single line break and the
+    byte-level BPE span neither a letter and the space after it, nor a single line break and the
     next word. The line breaks at the end are left out."""
-    pending, is_later = "", False
+    pending = ""
     while block := file.read(PIECE):
         if "\0" in block:
             raise ValueError("it is not text, because it contains a zero byte")
         pending += block
-        start = START.match(pending)
-        end = start.end() if start else len(pending) - 1
-        if pending[end:].strip() and (start or len(pending) > 64 * PIECE):
-            yield {"text": pending[:end], CONTINUES: True, LATER: is_later}
-            pending, is_later = pending[end:], True
-    yield {"text": pending.rstrip("\r\n"), CONTINUES: False, LATER: is_later}
+        if start := START.match(pending):
+            yield {"text": start.group(), CONTINUES: True}
+            pending = pending[start.end() :]
+    yield {"text": pending.rstrip("\r\n"), CONTINUES: False}
 
 
 def blocks(
@@ -165,12 +153,14 @@ def blocks(
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
     starts with the last token of the one before, so every token but the first is a target once.
     `bos` precedes each document: some models cannot predict without it."""
-    pending: list[int] = []
-    beginning = bos
+    pending = []
+    is_start = True  # of a document
     for row in rows:
-        pending += beginning
-        pending += row["input_ids"]
-        beginning = bos if row["input_ids"][-1:] == [eos] else ()
+        ids = row["input_ids"]
+        if is_start and ids in ([], [eos]):
+            continue
+        pending += [*bos, *ids] if is_start else ids
+        is_start = ids[-1:] == [eos]
         last = (len(pending) - 1) // size * size
         for start in range(0, last, size):
             yield {"input_ids": pending[start : start + size + 1]}
@@ -179,7 +169,7 @@ def blocks(
         yield {"input_ids": pending}
 
 
-def collate(examples: list[dict[str, np.ndarray]]) -> Batch:
+def collate(examples: list[dict[str, Any]]) -> Batch:
     """Return int64 `input_ids` and `labels` (the next tokens) [batch, length]. Padding is 0, in
     labels -100. The ints `targets` and `tokens` both count the labels that are not -100.
 

@@ -1,7 +1,6 @@
 """Chats for supervised fine-tuning: rows to documents with exact targets, packed into sequences."""
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -9,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ from optional import chat_formats  # optional: chat_formats
 
 IDS, NUMBER = List(Value("int32")), Value("int64")
 FEATURES = Features({"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER,
-                     "first_target": NUMBER, "spells": NUMBER})  # fmt: skip
+                     "spells": NUMBER})  # fmt: skip
 # Instead of today's date, so that each start has the same texts.
 FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
 | replace('%-d', '26') | replace('%I', '12') | replace('%p', 'PM')
@@ -103,15 +102,14 @@ def load(
 ) -> tuple["PackedDataset | None", dict[str, "PackedDataset"]]:
     """Return the training set, None with `evaluate_only`, and a validation set for each name: its
     split `validation` or 5% of it, or --val-dataset. Raise Problem if data cannot be used."""
-    load_parts = functools.partial(load_documents, tokenizer=tokenizer, args=args)
-    draw = functools.partial(draw_documents, length=args.max_seq_length)
+    load_parts = partial(load_documents, tokenizer=tokenizer, args=args)
+    draw = partial(draw_documents, length=args.max_seq_length)
     train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, draw, evaluate_only)
     capacity = args.max_seq_length if args.packing else 0
-    packs = {spec: PackedDataset(rows, capacity, seed) for spec, rows in val_sets.items()}
-    if train_set is None:
-        return None, packs
-    print0(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
-    return PackedDataset(train_set, capacity, seed), packs
+    if train_set:
+        print0(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
+        train_set = PackedDataset(train_set, capacity, seed)
+    return train_set, {name: PackedDataset(x, capacity, seed) for name, x in val_sets.items()}
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
@@ -126,31 +124,26 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     length = args.max_seq_length + 1
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
-    if not form and tokenizer.chat_template == LLAMA_2:
-        print0(f"{name}: not chats, so the chat template llama-2 in final/ will not fit the model")
-    tokens = AnswerTokens(tokenizer)
-    added = tokenizer.added_tokens_decoder.values()
-    special = [str(token) for token in added if token.special]
+    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
 
     def convert(row: Row) -> list[Row]:
-        contents = ""
         if form:
             turns, tools = read_chat(row, form)
+            text = "\n".join(turn["content"] for turn in turns)
             first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
             prompt = [*first] or turns
-            documents = encode((turns, tools), tokens)
-            contents = "\n".join(turn["content"] for turn in turns)
+            documents = encode((turns, tools), tokenizer)
         elif args.text_column in columns:
-            prompt = row.get(args.text_column)
-            documents = [encode_text(prompt, tokenizer)]
-            contents = prompt
+            text = prompt = row.get(args.text_column)
+            documents = [encode_text(text, tokenizer)]
         else:
+            text = ""
             ids, labels = read_tokens(row, length, tokenizer)
             documents = [(ids, labels)]
-            first = np.argmax(np.array(labels) != -100)
-            prompt = ids[:first] if first > 1 else ids
+            first_target = np.argmax(np.array(labels) != -100)
+            prompt = ids[:first_target] if first_target > 1 else ids
         samples = [sample(prompt, *document, length) for document in documents]
-        samples[0]["spells"] = int(any(token in contents for token in special))
+        samples[0]["spells"] = int(any(token in text for token in special))
         return samples
 
     key = [length, form, args.text_column, tokenizer.chat_template]
@@ -158,11 +151,10 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
     spells = documents.with_format("numpy")["spells"][:]
-    if (spells == 1).any():
+    if count := np.count_nonzero(spells == 1):
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
-        kind, effect = ("chats", "it becomes") if form else ("documents", "stays plain text")
-        print0(f"{name}: {np.count_nonzero(spells == 1):,} {kind} have text that spells a special "
-               f"token, which {effect}, the first in row {row:,}")  # fmt: skip
+        print0(f"{name}: {count:,} rows spell special tokens, the first is row {row:,}. Text of "
+               "chats becomes the token, that of documents stays plain text")  # fmt: skip
     return documents
 
 
@@ -170,7 +162,7 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     """Return the columns of a data set's chats: those of the flags if it has them, messages, or
     prompts and answers; () if its rows are texts or tokens. `columns` is its first row. Raise
     Problem if it has none of these."""
-    form: tuple = ()
+    form = ()
     pair = args.prompt_column, args.completion_column
     is_alone = len(args.dataset) + len(args.val_dataset) == 1
     if args.text_column != Data.text_column and args.text_column in columns:
@@ -182,29 +174,26 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
         raise reading.no_columns(name, map(str, pair), columns, advice)
     elif "messages" in columns:
         form = ("messages",)
-    elif "prompt" in columns and "completion" in columns:
+    elif columns.keys() >= {"prompt", "completion"}:
         form = ("prompt", "completion")
     form = chat_formats.find_columns(name, columns, form, args)  # optional: chat_formats
     if not form and args.text_column not in columns and "input_ids" not in columns:
-        raise Problem(f"Data set {name} has no chats that can be read. Its columns are: "
-                      f"{', '.join(columns)}. Write messages, or pass --prompt-column and "
-                      "--completion-column, or --text-column.")  # fmt: skip
+        advice = "Write messages, or pass --text-column or --prompt-column and --completion-column."
+        raise reading.no_columns(name, ["messages"], columns, advice)
     return form
 
 
 def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
-    """Return a document with FEATURES and at most `length` tokens. `cut` counts those cut off,
-    `key` is a hash of everything before the first answer, `first_target` that one's position.
-    `spells` is 1 if the row's text spells special tokens, else 0, and -1 after its first document.
-    """
+    """Return a document with FEATURES and at most `length` tokens. `cut` is 0 if these are all, 1
+    if targets are among them, else 2. `key` is a hash of everything before the first answer.
+    `spells` is 1 if the row spells special tokens, else 0, and -1 after its first document."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
-    is_target = np.array(labels) != -100
+    has_targets = {*labels[:length]} != {-100}
     return {
         "input_ids": ids[:length],
         "labels": labels[:length],
-        "cut": max(0, len(ids) - length),
+        "cut": (len(ids) > length) + (not has_targets),
         "key": int(digest, 16),
-        "first_target": is_target.argmax() if is_target.any() else len(ids),
         "spells": -1,
     }
 
@@ -215,11 +204,12 @@ def read_chat(row: Row, form: Sequence[str]) -> Chat:
     row = chat_formats.normalize(row, form)  # optional: chat_formats
     for column in UNREAD.split():
         if row.get(column) not in (None, "", []) and column not in form:
-            raise ValueError(f"{column} would be ignored, of columns {', '.join(row)}")
-    turns = as_turns(row, form[0], "user")
+            raise ValueError(f"{column} would be ignored")
+    turns = as_objects(row.get(form[0]), form[0], "user")
     if len(form) == 2:
-        turns = [as_context(turn) for turn in turns]
-        answers = as_turns(row, form[1], "assistant")
+        # In a prompt, assistant turns are no targets unless they say so.
+        turns = [{"train": False} | x if x.get("role") == "assistant" else x for x in turns]
+        answers = as_objects(row.get(form[1]), form[1], "assistant")
         if answers[0].get("role") != "assistant":
             raise ValueError(f"{form[1]} does not start with the assistant. If it is a whole chat, "
                              "write it as messages")  # fmt: skip
@@ -237,21 +227,11 @@ def read_chat(row: Row, form: Sequence[str]) -> Chat:
     return turns, as_objects(tools, "tools") if tools else None
 
 
-def as_context(turn: Row) -> Row:
-    """Return a turn of a prompt, which is not a target unless it says so."""
-    return {"train": False} | turn if turn.get("role") == "assistant" else turn
-
-
-def as_turns(row: Row, column: str, role: str) -> Turns:
-    """Return the turns in a column of a row, whose text is a turn of `role`."""
-    value = row.get(column)
-    if isinstance(value, str):
+def as_objects(value: Any, name: str, role: str = "") -> Turns:
+    """Return a list of objects or, if `value` is text, a turn of `role`. Raise ValueError if it is
+    something else, or empty."""
+    if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    return as_objects(value, column)
-
-
-def as_objects(value: Any, name: str) -> Turns:
-    """Return a list of objects; raise ValueError if `value` is something else, or empty."""
     if not value or not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
         raise ValueError(f"{name} is empty or not a list of objects")
     return value
@@ -266,7 +246,7 @@ def check_turn(turn: Row) -> None:
     """Raise ValueError unless a turn has a known role, known keys, text and complete calls."""
     role, content, calls = turn.get("role"), turn.get("content"), turn.get("tool_calls")
     if role not in ROLES:
-        raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
+        raise ValueError(f"the role {role} is not one of {ROLES}")
     unknown = turn.keys() - TURN_KEYS
     if unknown:
         raise ValueError(f"the {role}'s turn has {min(unknown)}, an unknown key. Remove it")
@@ -278,43 +258,40 @@ def check_turn(turn: Row) -> None:
         raise ValueError("the assistant's turn is empty")
     for call in as_objects(calls, "tool_calls") if calls else ():
         function = call.get("function", call)
-        arguments = function.get("arguments")
-        if not isinstance(function.get("name"), str):
-            raise ValueError("a tool call has no name")
-        if not isinstance(arguments, dict) or function.keys() & NO_ARGUMENTS:
-            raise ValueError(f"the call to {function['name']} has no object `arguments`")
+        name, arguments = function.get("name"), function.get("arguments")
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        if not is_call or function.keys() & NO_ARGUMENTS:
+            raise ValueError(f"the call to {name} has no name or no object `arguments`")
 
 
 def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> str:
     """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none. Return a
     digest of the template."""
-    if choice is None and tokenizer.chat_template is not None:
-        return reading.digest(tokenizer.chat_template)[:8]
-    choice = choice or "llama-2"
-    path = Path(choice).expanduser()
-    if choice in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[choice]
-    elif path.is_file():
-        tokenizer.chat_template = path.read_text(encoding="utf-8-sig")
-    else:
-        raise Problem(f"--chat-template {choice} is neither a file nor {' or '.join(TEMPLATES)}.")
-    print0(f"The chat template is {choice}, in best/ and final/ too.")
+    if choice or tokenizer.chat_template is None:
+        choice = choice or "llama-2"
+        path = Path(choice).expanduser()
+        if choice not in TEMPLATES and not path.is_file():
+            names = " or ".join(TEMPLATES)
+            raise Problem(f"--chat-template {choice} is neither a file nor {names}.")
+        tokenizer.chat_template = TEMPLATES.get(choice) or path.read_text(encoding="utf-8-sig")
+        print0(f"The chat template is {choice}, in best/ and final/ too.")
     return reading.digest(tokenizer.chat_template)[:8]
 
 
-def encode(chat: Chat, tokens: "AnswerTokens") -> list[Document]:
+def encode(chat: Chat, tokenizer: Tokenizer) -> list[Document]:
     """Return the documents of a chat, whose first token is not a target.
 
     Targets are the tokens of the assistant's turns, from after the header through the end marker.
     EOS is appended to an answer that ends a document.
     """
-    eos = tokens.tokenizer.eos_token_id
     documents = []
-    for text, answers in render(chat, tokens.tokenizer):
-        for ids, labels in tokens.encode(text, answers):
-            if labels[-1] != -100 and ids[-1] != eos:
-                ids, labels = [*ids, eos], [*labels, eos]
-            documents.append((ids, [-100, *labels[1:]]))
+    for text, answers in render(chat, tokenizer):
+        documents += tokenize(text, answers, tokenizer)
+    for ids, labels in documents:
+        labels[0] = -100
+        if labels[-1] != -100 and ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
+            labels.append(tokenizer.eos_token_id)
     return documents
 
 
@@ -324,83 +301,90 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     Each answer is a target in one text, rendered without the turns after it: some templates drop
     reasoning before the last question. Raise ValueError if the template drops anything else.
     """
-    turns = [{key: x for key, x in turn.items() if key != "train"} for turn in chat[0]]
-    tools = chat[1]
+    trained, tools = chat
+    turns = [{key: x for key, x in turn.items() if key != "train"} for turn in trained]
     template = tokenizer.get_chat_template(tools=tools)
     if "strftime_now" in template:
         template = FIXED_DATE + template
-    options = {"tools": tools, "chat_template": template, "tokenize": False}
 
-    def text_of(turns: Turns, **more: Any) -> str:
+    def text_of(turns: Turns, is_prompt: bool = False, tools: Turns | None = tools) -> str:
         try:
-            return tokenizer.apply_chat_template(turns, **(options | more))
+            text = tokenizer.apply_chat_template(
+                turns,
+                tools,
+                chat_template=template,
+                add_generation_prompt=is_prompt,
+                tokenize=False,
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template rejects the chat: {error}") from error
+        return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
 
-    whole = text_of(turns).rstrip()  # a line break after the end marker belongs to no turn
+    whole = text_of(turns)
     for tool in tools or ():
-        find(tool.get("function", tool).get("name", ""), whole, 0, "tools")
-    if tools and whole == text_of(turns, tools=None).rstrip():  # their names are elsewhere
-        raise Problem(f"the chat template drops the tools. {ADVICE}")
-    documents: list[tuple[str, Spans]] = []
-    text, answers, checked = "", [], 0  # of the last document, and the number of its turns
+        if whole == text_of(turns, tools=[x for x in tools if x is not tool]):
+            raise Problem(f"the chat template drops a tool. {ADVICE}")
+    documents = [("", [])]
+    checked = 0  # turns of the last document
     is_ended = True  # whether the template puts a marker after the answer
     for i, turn in enumerate(turns):
-        if not is_target(chat[0][i]):
+        if not is_target(trained[i]):
             continue
-        if i == 0:
-            raise ValueError('the chat starts with an answer. Add "train": false to it')
-        before = text
-        text = whole if i + 1 == len(turns) else text_of(turns[: i + 1]).rstrip()
-        prompt = text_of(turns[:i], add_generation_prompt=True)
+        prompt, text = text_of(turns[:i], is_prompt=True), text_of(turns[: i + 1])
         if not text.startswith(prompt):
             raise Problem(f"turn {i + 1}: the chat template does not start the answer with its "
-                             "generation prompt, so training would differ from use. If the prompt "
-                             "opens <think>, the answers need reasoning_content. Or pass "
-                             "--chat-template chatml, which opens none")  # fmt: skip
-        if not is_ended or not text.startswith(before):
-            documents.append((before, answers))
-            before, answers, checked = "", [], 0
-        check_rendered(turns[checked:i], prompt[len(before) :], with_reasoning=False)
-        check_rendered([turn], text[len(prompt) :], with_reasoning=True)
-        answers.append((len(prompt), len(text)))
+                          "generation prompt, so training would differ from use. If the prompt "
+                          "opens <think>, the answers need reasoning_content. Or pass "
+                          "--chat-template chatml, which opens none")  # fmt: skip
+        if not is_ended or not text.startswith(documents[-1][0]):
+            documents.append(("", []))
+            checked = 0
+        before, answers = documents[-1]
+        check_rendered(turns[checked:i], prompt[len(before) :])
+        answer = text[len(prompt) :]
+        check_rendered([turn], answer)
+        check_reasoning(turn, answer)
+        documents[-1] = text, [*answers, (len(prompt), len(text))]
         checked = i + 1
-        is_ended = bool(turn.get("tool_calls")) or not text.endswith(turn["content"].rstrip())
+        is_ended = turn.get("tool_calls") or not text.endswith(turn["content"].rstrip())
+    text, answers = documents[-1]
     if is_ended and whole.startswith(text):  # with the turns after the last answer
-        check_rendered(turns[checked:], whole[len(text) :], with_reasoning=False)
-        text = whole
-    return [*documents, (text, answers)]
+        check_rendered(turns[checked:], whole[len(text) :])
+        documents[-1] = whole, answers
+    return documents
 
 
-def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
-    """Raise ValueError unless `text` has the content and the calls of the turns in this order, the
-    system's anywhere, and `with_reasoning` the assistant's reasoning."""
+def check_rendered(turns: Turns, text: str) -> None:
+    """Raise Problem unless `text` has the content and the calls of the turns in this order, and
+    the system's anywhere."""
     end = 0  # of the turn before
     for turn in turns:
-        role, content, reasoning = turn["role"], turn["content"], ""
+        role, content = turn["role"], turn["content"]
         if role == "assistant":
-            reasoning, _, content = content.rpartition("</think>")
+            content = content.rpartition("</think>")[2]
         start = 0 if role == "system" else end
-        ends = [find(content, text, start, role)]
+        content_end = find(content, text, start, role)
         for call in turn.get("tool_calls", ()):
             function = call.get("function", call)
             arguments = function["arguments"]
             parts = [function["name"], *arguments]
             parts += [value for value in arguments.values() if isinstance(value, str)]
             start = max(find(part, text, start, role) for part in parts)
-            ends.append(start)
             if arguments and str(arguments) in text:
                 raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
-        if with_reasoning:
-            thoughts = turn["content"].count("</think>") or 1
-            if text.count("</think>") > thoughts + ("reasoning_content" in turn):
-                raise ValueError("the chat template adds </think> to an answer that has one. Write "
-                                 "the reasoning as reasoning_content")  # fmt: skip
-            parts = *reasoning.rpartition("<think>")[::2], turn.get("reasoning_content", "")
-            for part in (*parts, turn.get("thinking", "")):
-                find(part, text, 0, role)
         if role != "system":
-            end = max(ends)
+            end = max(start, content_end)
+
+
+def check_reasoning(turn: Row, text: str) -> None:
+    """Raise ValueError unless the text of an answer has the reasoning of its turn once."""
+    thoughts = turn["content"].count("</think>") or 1
+    if text.count("</think>") > thoughts + ("reasoning_content" in turn):
+        raise ValueError("the chat template adds </think> to an answer that has one. Write the "
+                         "reasoning as reasoning_content")  # fmt: skip
+    before, _, thought = turn["content"].rpartition("</think>")[0].rpartition("<think>")
+    for part in (before, thought, turn.get("reasoning_content", ""), turn.get("thinking", "")):
+        find(part, text, 0, "assistant")
 
 
 def find(part: str, text: str, start: int, role: str) -> int:
@@ -414,57 +398,47 @@ def find(part: str, text: str, start: int, role: str) -> int:
     raise Problem(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
 
 
-@functools.lru_cache(maxsize=100)
-def tokenize(tokenizer: Tokenizer, text: str) -> tuple[Ids, Spans]:
-    """Return the tokens of a text and their characters, none if the tokenizer reports none."""
-    options = {"add_special_tokens": False, "return_offsets_mapping": tokenizer.is_fast}
-    result = tokenizer(text, verbose=False, **options)
-    return result["input_ids"], result.get("offset_mapping", [])
-
-
-class AnswerTokens:
-    """Tokenize rendered chats so that the tokens before each answer are those of its prompt alone.
+def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
+    """Return the documents of a text as ids and labels, given the answers in it. The tokens before
+    each answer are those of its prompt alone.
 
     A token of the whole text may span the end of a prompt, or of an answer. Generation produces no
     such token, so each answer then gets a document of its own, cut there.
     """
+    call = partial(tokenizer, add_special_tokens=False, verbose=False)
+    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    known = 0  # characters whose tokens are in known_ids: the text before a special token
+    known_ids = []
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.added = {*tokenizer.added_tokens_decoder}
+    def prefix(position: int) -> Ids:
+        """Return the tokens of text[:position]. Those from a special token do not depend on the
+        text before it."""
+        nonlocal known
+        mark = max((text.rfind(token, known, position) for token in special), default=0)
+        if mark > known:
+            known_ids.extend(call(text[known:mark])["input_ids"])
+            known = mark
+        return known_ids + call(text[known:position])["input_ids"]
 
-    def prefix(self, text: str, position: int) -> Ids:
-        """Return the tokens of text[:position]: the first ones of `text`, if those since the last
-        added token, which do not depend on the text before it, are the same."""
-        ids, offsets = tokenize(self.tokenizer, text)
-        count = bisect_right(offsets, position, key=itemgetter(1))
-        for i in reversed(range(count)):
-            if ids[i] in self.added:
-                recent, _ = tokenize(self.tokenizer, text[offsets[i][0] : position])
-                if recent == ids[i:count]:
-                    return ids[:count]
-                break
-        return tokenize(self.tokenizer, text[:position])[0]
-
-    def encode(self, text: str, answers: Spans) -> list[Document]:
-        """Return the documents of a text as ids and labels, given the answers in it."""
-        documents: list[Document] = [([], [])]
-        for start, end in [*answers, (len(text), len(text))]:  # the last: turns after the answers
-            prompt, ids = self.prefix(text, start), self.prefix(text, end)
-            if ids[: len(prompt)] != prompt:
-                whole = self.tokenizer.decode(ids)
-                ids = prompt + tokenize(self.tokenizer, text[start:end])[0]
-                if self.tokenizer.decode(ids) != whole:
-                    raise ValueError("a token spans the end of the prompt of an answer")
-            labels = [-100] * len(prompt) + ids[len(prompt) :]
-            before, labels_before = documents[-1]
-            is_answer = start < end
-            if prompt[: len(before)] == before and (is_answer or len(documents) == 1):
-                labels[: len(before)] = labels_before
-                documents[-1] = ids, labels
-            elif is_answer:
-                documents.append((ids, labels))
-        return documents
+    documents = [([], [])]
+    for start, end in answers:
+        prompt, ids = prefix(start), prefix(end)
+        if ids[: len(prompt)] != prompt:
+            decoded = tokenizer.decode(ids)
+            ids = prompt + call(text[start:end])["input_ids"]
+            if tokenizer.decode(ids) != decoded:
+                raise ValueError("a token spans the end of the prompt of an answer")
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
+        before, labels_before = documents[-1]
+        if prompt[: len(before)] == before:
+            labels[: len(before)] = labels_before
+            documents.pop()
+        documents.append((ids, labels))
+    before, labels = documents[-1]
+    ids = prefix(len(text))
+    if len(documents) == 1 and ids[: len(before)] == before:  # with the turns after the answers
+        documents = [(ids, labels + [-100] * (len(ids) - len(before)))]
+    return documents
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> Document:
@@ -482,10 +456,8 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
     ids = reading.token_ids(row, "input_ids", "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
-    is_right = len(labels) == len(ids) and {*labels} != {-100}
-    for label, token in zip(labels, ids, strict=False):
-        is_right &= type(label) is int and label in (-100, token)
-    if not is_right:
+    masked = [x if y != -100 else -100 for x, y in zip(ids, labels, strict=False)]
+    if str(labels) != str(masked) or len(labels) != len(ids) or {*labels} == {-100}:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
 
@@ -494,17 +466,15 @@ def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int
     """Return `limit` random documents (0: all), without those whose first answer starts after
     `length` tokens. Raise Problem if these are more than half."""
     rows = reading.sample(rows, limit)
-    numbers = rows.select_columns(["cut", "first_target"]).with_format("numpy")[:]
-    kept = np.flatnonzero(numbers["first_target"] <= length)
-    cut, late = np.count_nonzero(numbers["cut"]), len(rows) - len(kept)
-    print0(f"{name}, {split}: {len(rows):,} documents")
-    if cut:
-        print0(f"  {cut:,} are cut to --max-seq-length {length}")
-    if late:
-        print0(f"  {late:,} are left out, because their answers start later")
-    if 2 * late > len(rows):
-        raise Problem(f"{name}: in {late:,} of {len(rows):,} documents, the answers start after "
-                      f"--max-seq-length {length}. Pass a larger one.")  # fmt: skip
+    cut = rows.with_format("numpy")["cut"][:]
+    kept = np.flatnonzero(cut < 2)
+    print0(f"{name}, {split}: {len(kept):,} of {len(rows):,} documents")
+    if count := np.count_nonzero(cut):
+        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out if their answers "
+               "start later")  # fmt: skip
+    if 2 * len(kept) < len(rows):
+        raise Problem(f"{name}: in most documents, the answers start after --max-seq-length "
+                      f"{length}. Pass a larger one.")  # fmt: skip
     return rows.select_columns(["input_ids", "labels"]).select(kept)
 
 
@@ -522,7 +492,7 @@ def pack(lengths: Sequence[int], capacity: int, generator: torch.Generator) -> l
     """Return groups of indices of `lengths`. The lengths in a group sum to at most `capacity`; a
     longer one gets its own group. Each group takes the longest that fits, until none does.
     Equal lengths are drawn at random, so the number of groups is the same in every epoch."""
-    packs: list[Ids] = []
+    packs = []
     by_length = defaultdict(list)
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         by_length[lengths[i]].append(i)
@@ -548,8 +518,8 @@ class PackedDataset(torch.utils.data.Dataset):
         self.capacity = capacity
         self.seed = seed
         rows = documents.select_columns("input_ids").with_format("arrow")[:]
-        lengths = pyarrow.compute.list_value_length(rows["input_ids"]).to_pylist()
-        self.lengths = [length - 1 for length in lengths]  # the last token has no target
+        lengths = pyarrow.compute.list_value_length(rows["input_ids"])
+        self.lengths = pyarrow.compute.subtract(lengths, 1).to_pylist()  # the last has no target
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

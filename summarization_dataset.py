@@ -1,11 +1,10 @@
 """Summarization pairs for a sequence-to-sequence model, from raw text to padded batches.
 
-`load` cleans and splits the rows (`clean_rows`, `split_wikihow`), draws the requested number and
+`load` cleans and splits the rows (`clean_rows`, `load_wikihow`), draws the requested number and
 tokenizes them (`encode`); `collate` pads a batch. For your own data, return its rows from
 `load_rows` under a name like wikihow.
 """
 
-import contextlib
 import hashlib
 import random
 import re
@@ -29,14 +28,14 @@ from core.steps import StepSampler
 from core.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
-SPLITS = {"train": 98, "validation": 1, "test": 1}  # percent of WikiHow's titles
+SPLITS = ("train", "validation", "test")  # 98, 1 and 1 percent of WikiHow's titles
 # Validation is last, so that a title in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
-KEY = {"key": Value("int64"), "split": Value("string")}  # split: from the title lists, or empty
-WIKIHOW_COLUMNS = ("text", "headline", "title")  # rows with one title stay together
+KEY = {"key": Value("int64")}  # rows with equal ones are in one split
+WIKIHOW_COLUMNS = ("text", "headline", "title")
 USUAL_COLUMNS = (  # texts and summaries, if the data lack those of the flags' defaults
     ("article", "highlights"), ("article", "summary"), ("article", "abstract"),
     ("document", "summary"), ("dialogue", "summary"), ("text", "summary"), ("text", "target"),
@@ -107,32 +106,53 @@ def load_rows(spec: str, args: Data, tokenizer: Tokenizer) -> reading.Parts:
     """Return the clean rows of one --dataset argument by split."""
     name, _, split = spec.partition(":")
     if name == "wikihow":
-        parts = split_wikihow(clean_rows(name, open_wikihow(args), args, tokenizer))
-        return reading.pick(parts, split) if split else parts
+        return reading.pick(load_wikihow(args), split)
     parts = reading.read(spec, args.dataset_config)
     return {key: clean_rows(spec, rows, args, tokenizer) for key, rows in parts.items()}
 
 
-def open_wikihow(args: Data) -> Dataset:
-    """Return the rows of WikiHow's CSV file; raise Problem with its URL if it is missing."""
-    path = args.data_dir.expanduser() / WIKIHOW[args.wikihow_part]
-    if path.is_file():
-        return reading.read(str(path))["train"]
-    raise Problem(
-        f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
-        "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass a --dataset of your own."
-    )
+def load_wikihow(args: Data) -> reading.Parts:
+    """Return WikiHow's rows as PAIR and KEY by split: that of the title lists or, without lists,
+    SPLITS by a hash of the title. Rows that WikiHow's authors would drop are left out.
 
-
-def read_title_lists(directory: Path) -> dict[str, str]:
-    """Return a dict of `title_key` to split from WikiHow's title lists; {} without lists."""
+    Raise Problem if the file is missing.
+    """
+    directory = args.data_dir.expanduser()
+    path = directory / WIKIHOW[args.wikihow_part]
+    if not path.is_file():
+        raise Problem(f"--dataset wikihow needs {path}. Get it from "
+                      "https://github.com/mahnazkoupaee/WikiHow-Dataset.")  # fmt: skip
+    rows = reading.read(str(path))["train"]
     titles = {}
     for split, name in TITLE_LISTS.items():
         path = directory / name
         if path.is_file():
             lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
             titles |= {title_key(line): split for line in lines}
-    return titles
+
+    def clean(row: dict[str, str]) -> list[dict[str, Any]]:
+        text, summary, title = map(row.get, WIKIHOW_COLUMNS)
+        text, summary, key = text.strip(), summary.strip(), title_key(title)
+        if not summary or len(summary) >= 0.75 * len(text):
+            return []
+        if titles and key not in titles:
+            return []
+        number = stable_hash(key or text)
+        split = titles.get(key) or SPLITS[max(0, number % 100 - 97)]
+        text = re.sub(r"\.+[\r\n]+,", ".\n", text)
+        summary = summary.replace(".,", ".")
+        text, summary = (re.sub(r"\s*[\r\n]\s*", " ", x) for x in (text, summary))
+        return [{"text": text, "summary": summary, "key": number, "split": split}]
+
+    features = PAIR | KEY | {"split": Value("string")}
+    names = WIKIHOW_COLUMNS
+    rows = reading.map_rows("wikihow", rows, names, clean, features, args.bad_rows, titles)
+    splits = np.array(rows["split"][:])
+    rows = rows.remove_columns("split")
+    parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
+    sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
+    print0(f"wikihow: {sizes} rows")
+    return parts
 
 
 def title_key(title: str) -> str:
@@ -146,89 +166,48 @@ def stable_hash(key: str) -> int:
 
 
 def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
-    """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
+    """Return the usable rows of data set `name` as PAIR and KEY or, if they are tokenized, as
+    TOKENS and KEY."""
     columns = reading.first_row(name, rows)
-    is_wikihow = name == "wikihow"
-    needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
-    missing = {*needed} - {*columns}
-    if missing and "input_ids" in columns:
-        return read_tokens(name, rows, args, tokenizer)
-    # With several data sets, the flags are for those that have the columns.
-    are_defaults = needed == (Data.source_column, Data.target_column)
-    if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
-        needed = reading.usual_columns(name, columns, USUAL_COLUMNS) or needed
-    if missing := [column for column in needed if column not in columns]:
-        advice = "Pass --source-column and --target-column."
-        raise reading.no_columns(name, missing, columns, advice)
-    titles = read_title_lists(args.data_dir.expanduser()) if is_wikihow else {}
+    pair = args.source_column, args.target_column
+    if not columns.keys() >= {*pair}:
+        if "input_ids" in columns:
+            return read_tokens(name, rows, args, tokenizer)
+        # With several data sets, the flags are for those that have the columns.
+        are_defaults = pair == (Data.source_column, Data.target_column)
+        is_free = are_defaults or len(args.dataset + args.val_dataset) > 1
+        usual = is_free and reading.usual_columns(name, columns, USUAL_COLUMNS)
+        if not usual:
+            missing = [column for column in pair if column not in columns]
+            advice = "Pass --source-column and --target-column."
+            raise reading.no_columns(name, missing, columns, advice)
+        pair = usual
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
-        for column in needed:
-            if not isinstance(row.get(column), str):
-                raise ValueError(f"{column} is {row.get(column)!r}, not text")
-        text, summary, *key = (row[column] for column in needed)
-        if is_wikihow:
-            return clean_wikihow(text.strip(), summary.strip(), title_key(*key), titles)
-        if not text.strip() or not summary.strip():
-            raise ValueError("the text or the summary is empty")
+        for column in pair:
+            text = row.get(column)
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{column} is {text!r}, not text")
+        text, summary = map(row.get, pair)
         summary.encode()  # raises ValueError for half of a surrogate pair
-        return [{"text": text, "summary": summary, "key": stable_hash(text), "split": ""}]
+        return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
-    return reading.map_rows(name, rows, needed, clean, PAIR | KEY, args.bad_rows, needed, titles)
-
-
-def clean_wikihow(
-    text: str, summary: str, key: str, titles: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Return [the cleaned row as PAIR and KEY], or [] if WikiHow's authors would drop it."""
-    if not text or not summary or len(summary) >= 0.75 * len(text):
-        return []
-    if titles and key not in titles:
-        return []
-    number = stable_hash(key or text)
-    text = on_one_line(re.sub(r"\.+[\r\n]+,", ".\n", text))
-    summary = on_one_line(summary.replace(".,", "."))
-    return [{"text": text, "summary": summary, "key": number, "split": titles.get(key, "")}]
-
-
-def on_one_line(text: str) -> str:
-    """Return a text with spaces in place of line breaks."""
-    return re.sub(r"\s*[\r\n]\s*", " ", text)
+    return reading.map_rows(name, rows, pair, clean, PAIR | KEY, args.bad_rows, pair)
 
 
 def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
-    limits = args.source_length, args.target_length
 
     def read(row: dict[str, Any]) -> list[dict[str, Any]]:
-        ids = reading.token_ids(row, "input_ids", "--source-length", limits[0], tokenizer)
-        labels = reading.token_ids(row, "labels", "--target-length", limits[1], tokenizer)
+        ids = reading.token_ids(row, "input_ids", "--source-length", args.source_length, tokenizer)
+        labels = reading.token_ids(row, "labels", "--target-length", args.target_length, tokenizer)
         if labels[-1] != tokenizer.eos_token_id:
             raise ValueError("labels do not end in EOS, so the model would not learn to stop")
         key = stable_hash(repr(ids))
-        return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
+        return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key}]
 
-    key = args.bad_rows, limits, len(tokenizer)
+    key = args.bad_rows, args.source_length, args.target_length, len(tokenizer)
     return reading.map_rows(name, rows, rows.column_names, read, TOKENS | KEY, *key)
-
-
-def split_wikihow(rows: Dataset) -> reading.Parts:
-    """Return rows by split: from their column `split` or, if it is empty, SPLITS of their keys.
-
-    Rows with equal keys stay together. Raise Problem if `train` or `validation` is empty.
-    """
-    splits = np.array(rows["split"], dtype=object)
-    if not splits[0]:
-        keys = rows.with_format("numpy")["key"][:]
-        places = np.cumsum([*SPLITS.values()]).searchsorted(keys % 100, side="right")
-        splits = np.array([*SPLITS], dtype=object)[places]
-    parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
-    sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
-    if not len(parts["train"]) or not len(parts["validation"]):
-        raise Problem(f"--dataset wikihow has too few different rows: {sizes}. Pass more data, "
-                      "--val-dataset, or other title lists.")  # fmt: skip
-    print0(f"wikihow: {sizes} rows")
-    return parts
 
 
 def draw(
@@ -238,46 +217,43 @@ def draw(
     total = len(rows)
     if limit is None and spec.partition(":")[0] == "wikihow":
         limit = 1500 if split == "train" else 300
-    if limit and limit < total:
+    if limit:
         indices = list(range(total))
         random.Random(0).shuffle(indices)
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
-    rows = rows.remove_columns([*KEY])
-    if "input_ids" not in rows.column_names:
-        loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
-        texts = [x + y for x, y in zip(rows["text"], rows["summary"], strict=True)]
-        if count := loses_breaks * sum("\n" in text for text in texts):
-            print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
-        special = [x for x in tokenizer.all_special_tokens if "extra_id" not in x]
-        if count := sum(any(x in text for x in special) for text in texts):
-            print0(f"{spec}, {split}: {count:,} rows spell a special token, which it becomes")
-        rows = encode(spec, rows, tokenizer, args)
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
-    targets = np.concatenate(rows.with_format("numpy")["labels"][:])
-    unknown = np.mean(targets == tokenizer.unk_token_id)
-    if unknown > 0.01:
-        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for "
-               "characters that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
-    return rows
+    rows = rows.remove_columns([*KEY])
+    return rows if "input_ids" in rows.column_names else encode(spec, rows, tokenizer, args)
 
 
 def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
-    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS."""
-    prefix, lengths = args.source_prefix, (args.source_length, args.target_length)
-    eos = tokenizer.eos_token_id
+    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS. Print how
+    many the tokenizer changes."""
+    loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
+    special = {tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id}
 
-    def with_eos(ids: list[int], length: int) -> list[int]:
+    def tokenize(length: int, **text: str) -> list[int]:
+        ids = tokenizer(**text, truncation=True, max_length=length)["input_ids"]
+        eos = tokenizer.eos_token_id
         return ids if ids[-1:] == [eos] else [*ids[: length - 1], eos]
 
     def encode_pair(row: dict) -> list[dict]:
-        source = tokenizer(prefix + row["text"], truncation=True, max_length=lengths[0])
-        target = tokenizer(text_target=row["summary"], truncation=True, max_length=lengths[1])
-        ids = with_eos(source["input_ids"], lengths[0])
-        labels = with_eos(target["input_ids"], lengths[1])
-        return [{"input_ids": ids, "labels": labels, "length": len(ids)}]
+        ids = tokenize(args.source_length, text=args.source_prefix + row["text"])
+        labels = tokenize(args.target_length, text_target=row["summary"])
+        is_changed = not special.isdisjoint(ids[:-1] + labels[:-1])
+        if loses_breaks:
+            is_changed |= "\n" in row["text"] or "\n" in row["summary"]
+        sample = {"input_ids": ids, "labels": labels, "length": len(ids)}
+        return [sample | {"is_changed": is_changed}]
 
-    key = prefix, lengths, reading.tokenizer_digest(tokenizer)
-    return reading.map_rows(spec, rows, PAIR, encode_pair, TOKENS, args.bad_rows, *key)
+    features = TOKENS | {"is_changed": Value("bool")}
+    key = args.source_prefix, args.source_length, args.target_length
+    key = *key, reading.tokenizer_digest(tokenizer)
+    rows = reading.map_rows(spec, rows, PAIR, encode_pair, features, args.bad_rows, *key)
+    if count := sum(rows["is_changed"][:]):
+        print0(f"{spec}: of {count:,} rows, the tokenizer loses the line breaks, or makes special "
+               f"tokens such as {tokenizer.unk_token}")  # fmt: skip
+    return rows.remove_columns("is_changed")
 
 
 def collator(model: nn.Module) -> Callable:
@@ -285,20 +261,14 @@ def collator(model: nn.Module) -> Callable:
 
     Raise Problem if the model lacks one of them, or a row for it.
     """
-    model = unwrapped(model)
-    start = getattr(model.config, "decoder_start_token_id", None)
-    padding = model.config.pad_token_id
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma's start is not in config
-        labels = torch.tensor([[5, -100, -100]])
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may have no start
-            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
-            start, _, padding = shifted[0].tolist()
-    rows = range(model.config.get_text_config().vocab_size)
+    config = unwrapped(model).config
+    start, padding = getattr(config, "decoder_start_token_id", None), config.pad_token_id
+    if start is None and hasattr(config, "decoder"):  # T5Gemma
+        start, padding = config.decoder.bos_token_id, config.decoder.pad_token_id
+    rows = range(config.get_text_config().vocab_size)
     if start not in rows or padding not in rows:
-        raise Problem(
-            f"The model's decoder start token is {start}, and its padding token is {padding}. Set "
-            "decoder_start_token_id and pad_token_id in its config.json."
-        )
+        raise Problem(f"The model's decoder start token is {start}, and its padding token {padding}"
+                      ". Set decoder_start_token_id and pad_token_id in config.json.")  # fmt: skip
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
@@ -312,10 +282,9 @@ class LengthSampler(StepSampler):
 
     def __init__(self, samples: Any, batch_size: int, accumulation: int, seed: int) -> None:
         super().__init__(len(samples), batch_size, accumulation, seed)
-        if isinstance(samples, Dataset):
-            self.lengths = torch.tensor(samples["length"][:])
-        else:
-            self.lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        has_lengths = isinstance(samples, Dataset)
+        lengths = samples["length"] if has_lengths else [len(x["input_ids"]) for x in samples]
+        self.lengths = torch.tensor(lengths[:])
 
     def order(self, generator: torch.Generator) -> Tensor:
         """Return an epoch's permutation, with each half sorted by length, then the steps shuffled.
@@ -336,11 +305,9 @@ class LengthSampler(StepSampler):
 def pad(rows: list, value: int, multiple: int) -> Tensor:
     """Return rows of ints as int64 [rows, length], padded with `value`. The length is that of the
     longest row, rounded up to a multiple of `multiple`."""
-    width = -(-max(1, *map(len, rows)) // multiple) * multiple
-    array = np.full((len(rows), width), value)
-    for target, row in zip(array, rows, strict=True):
-        target[: len(row)] = row
-    return torch.from_numpy(array)
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    padded = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+    return nn.functional.pad(padded, (0, -padded.size(1) % multiple), value=value)
 
 
 def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int) -> Batch:
@@ -353,23 +320,23 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
     row without targets.
     """
     # One position stays visible, because attention over none would be NaN.
-    examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
+    examples = examples or [{"input_ids": [pad_token_id], "labels": [-100]}]
+    multiple = 8 if torch.accelerator.is_available() else 1
     sources = [example["input_ids"] for example in examples]
     masks = [example.get("attention_mask", [1] * len(example["input_ids"])) for example in examples]
-    targets = [example["labels"] for example in examples]
-    multiple = 8 if torch.accelerator.is_available() else 1
-    labels = pad(targets, -100, multiple=multiple)
-    decoder_input_ids = torch.full_like(labels, decoder_start_token_id)
-    decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
+    attention_mask = pad(masks, 0, multiple)
+    labels = pad([example["labels"] for example in examples], -100, multiple)
+    decoder_input_ids = labels.masked_fill(labels == -100, pad_token_id).roll(1, dims=1)
+    decoder_input_ids[:, 0] = decoder_start_token_id
     decoder_attention_mask = (labels != -100).long()
+    count = decoder_attention_mask.sum().item()
     decoder_attention_mask[:, 0] = 1
-    count = sum(np.count_nonzero(np.asarray(ids) != -100) for ids in targets)
     return {
-        "input_ids": pad(sources, pad_token_id, multiple=multiple),
-        "attention_mask": pad(masks, 0, multiple=multiple),
+        "input_ids": pad(sources, pad_token_id, multiple),
+        "attention_mask": attention_mask,
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
         "targets": count,
-        "tokens": count + sum(map(sum, masks)),
+        "tokens": count + attention_mask.sum().item(),
     }

@@ -91,9 +91,9 @@ TRAINED = {  # a row, and its document with targets in « »
 
 def marked(row: dict, **flags: object) -> str:
     """Return the document of a row, with its targets in « »."""
-    tokens = chat_dataset.AnswerTokens(byt5(TEMPLATE))
-    [(ids, labels)] = chat_dataset.encode(read_row(row, **flags), tokens)
-    return chat_dataset.mark_targets({"input_ids": ids, "labels": labels}, tokens.tokenizer)
+    tokenizer = byt5(TEMPLATE)
+    [(ids, labels)] = chat_dataset.encode(read_row(row, **flags), tokenizer)
+    return chat_dataset.mark_targets({"input_ids": ids, "labels": labels}, tokenizer)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -135,8 +135,8 @@ def test_text_column_names_documents(tmp_path):
 
 @pytest.mark.parametrize("row, message", [
     ({"message_id": "1", "text": "q", "role": "prompter"}, "Write each path from a prompt to an"),
-    ({"title": "t", "question": "q", "answers": {"text": ["a"]}}, "no chats that can be read"),
-    ({"image": "a.png", "conversations": [HUMAN, GPT]}, "image would be ignored, of columns"),
+    ({"title": "t", "question": "q", "answers": {"text": ["a"]}}, "no column messages. Its col"),
+    ({"image": "a.png", "conversations": [HUMAN, GPT]}, "image would be ignored"),
     ({"messages": str([USER, ASSISTANT])}, "Python's repr of objects. Write JSON"),
     ({"messages": [USER | {"content": [{"type": "image"}]}]}, "the user's turn is .*, not text"),
     ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "assistant's turn has weight 0.5. Use"),
@@ -149,7 +149,7 @@ def test_text_column_names_documents(tmp_path):
     ({"messages": [USER, ASSISTANT], "functions": [TOOL]}, "functions would be ignored"),
     ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
     ({"messages": [USER, CALL_TURN | {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]}]},
-     "the call to f has no object `arguments`"),
+     "the call to f has no name or no object `arguments`"),
     ({"messages": [USER, ASSISTANT | {"content": [
         {"type": "text", "text": "b"}, {"type": "text", "text": "c", "weight": 0}]}]},
      "the assistant's turn is .*, not text"),

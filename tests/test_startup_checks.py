@@ -31,12 +31,8 @@ PADDING = "Padding changes the model's logits by"
 SUM = ', reduction="sum"'
 Z_LOSS = " + 1e-4 * (logits.logsumexp(-1) ** 2)"
 NO_MASK = {'("labels", "targets"': '("attention_mask", "labels", "targets"'}
-NO_SHIFT = {
-    "decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)": (
-        "decoder_input_ids = labels.masked_fill(labels == -100, pad_token_id)"
-    )
-}
-START = "torch.full_like(labels, decoder_start_token_id)"
+NO_SHIFT = {".roll(1, dims=1)": ""}
+START = "decoder_input_ids[:, 0] = "
 WRAP = "    init = weights.Loader("  # in wrap_model
 NOT_CAUSAL_T5 = "    model.decoder.is_decoder = model.decoder.config.is_decoder = False\n"
 ABSOLUTE_POSITIONS = (
@@ -86,8 +82,8 @@ EDITS = {
     "T5: mean of a second term": Edit(T5, NOT_A_SUM, {
         "return token_loss(logits": "return logits.pow(2).mean() + token_loss(logits"}),
     "T5: source without a mask": Edit(T5, PADDING, NO_MASK),
-    "T5: trained padding": Edit(T5, PADDING, data={"pad(targets, -100": "pad(targets, 0"}),
-    "T5: another start": Edit(T5, OTHER_LOGITS, data={START: "torch.full_like(labels, 5)"}),
+    "T5: trained padding": Edit(T5, PADDING, data={"examples], -100": "examples], 0"}),
+    "T5: another start": Edit(T5, OTHER_LOGITS, data={START: f"{START}5 + "}),
     "T5: inputs not shifted": Edit(T5, OTHER_LOGITS, data=NO_SHIFT),
     "T5: not causal": Edit(T5, NOT_CAUSAL, {WRAP: NOT_CAUSAL_T5 + WRAP}),
     "GPT-2": Edit(GPT2),
