@@ -132,8 +132,8 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
         directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
-    weights.check_length("--source-length", args.data.source_length, config)
-    weights.check_length("--target-length", args.data.target_length, config)
+    checks.check_length(args.data, "source_length", config)  # optional: startup_checks
+    checks.check_length(args.data, "target_length", config)  # optional: startup_checks
     if args.sharding.precision == "fp32" and not torch.accelerator.is_available():
         config._attn_implementation = "eager"  # on a CPU, sdpa with a position bias is slower
     model, source = weights.new_model(kind, config, directory, needs_weights)

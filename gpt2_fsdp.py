@@ -163,7 +163,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
         directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
-    weights.check_length("--block-size", args.data.block_size, config)
+    checks.check_length(args.data, "block_size", config)  # optional: startup_checks
     if config.model_type == "gpt2":
         # Without a mask, Transformers would look for document boundaries and wait for the GPU.
         AttentionInterface.register("causal", sdpa_attention_forward)

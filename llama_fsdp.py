@@ -161,7 +161,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
         directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     template = chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
-    weights.check_length("--max-seq-length", args.data.max_seq_length, config)
+    checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)

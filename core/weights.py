@@ -130,20 +130,6 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
-    """Raise Problem if a model has fewer positions than `length`; relative ones are no limit."""
-    positions = getattr(config, "max_position_embeddings", None) or length
-    ropes = getattr(config, "rope_parameters", None) or {}
-    if ropes:
-        config.standardize_rope_params()  # the field may be outside of them in config.json
-    for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            # A longer sequence would change the angles of all sequences of its batch.
-            positions = min(positions, rope["original_max_position_embeddings"])
-    if 0 < positions < length:  # XLNet has -1, which is no limit
-        raise Problem(f"{flag} {length} is above the model's {positions} positions. Lower it.")
-
-
 def prepare_config(config: PretrainedConfig) -> None:
     """Set a config's fields for training. Raise Problem if a model with it cannot be trained. Any
     rank."""

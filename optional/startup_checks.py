@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import PretrainedConfig
 
 import policies
 from core.ranks import Batch, Problem, host_sums, print0, to_device
@@ -34,6 +35,23 @@ NOT_A_SUM = (
 )
 MADE_BY_COLLATE = ("labels", "targets", "tokens", "decoder_input_ids", "decoder_attention_mask")
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+
+
+def check_length(args: Any, name: str, config: PretrainedConfig) -> None:
+    """Raise Problem if a model has fewer positions than the length `name` of `args`; relative ones
+    are no limit."""
+    length = getattr(args, name)
+    positions = getattr(config, "max_position_embeddings", None) or length
+    ropes = getattr(config, "rope_parameters", None) or {}
+    if ropes:
+        config.standardize_rope_params()  # the field may be outside of them in config.json
+    for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            # A longer sequence would change the angles of all sequences of its batch.
+            positions = min(positions, rope["original_max_position_embeddings"])
+    if 0 < positions < length:  # XLNet has -1, which is no limit
+        flag = name.replace("_", "-")
+        raise Problem(f"--{flag} {length} is above the model's {positions} positions. Lower it.")
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

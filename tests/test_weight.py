@@ -21,10 +21,10 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2791, "full lines": 3530, "density": 7.63},
-    "gpt2_fsdp.py": {"core lines": 2709, "full lines": 3251, "density": 7.61},
-    "llama_fsdp.py": {"core lines": 3136, "full lines": 4433, "density": 7.69},
-    "core": {"lines": 1807},
+    "T5_training.py": {"core lines": 2735, "full lines": 3426, "density": 7.59},
+    "gpt2_fsdp.py": {"core lines": 2679, "full lines": 3199, "density": 7.56},
+    "llama_fsdp.py": {"core lines": 3084, "full lines": 4315, "density": 7.66},
+    "core": {"lines": 1793},
 }
 
 

@@ -20,7 +20,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration
 
+from block_dataset import Data
 from core import ranks, weights
+from optional import startup_checks
 
 # Small shapes, with the names that the configs of these families use.
 LLAMA = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -243,12 +245,12 @@ def longrope_of_a_file(directory: Path) -> transformers.LlamaConfig:
 def test_length_is_limited_by_the_positions_before_they_were_extended(tmp_path):
     """Sequences longer than LongRoPE's would change the loss of others in their batch."""
     for config in (transformers.XLNetConfig(), transformers.T5Config()):  # -1, and none
-        weights.check_length("--block-size", 64, config)
+        startup_checks.check_length(Data(block_size=64), "block_size", config)
     ropes = longrope(False), longrope(True), longrope_of_a_file(tmp_path)
     for config in (transformers.GPT2Config(n_positions=32), *ropes):
-        weights.check_length("--block-size", 32, config)
+        startup_checks.check_length(Data(block_size=32), "block_size", config)
         with pytest.raises(ranks.Problem, match="--block-size 64 is above the model's 32 posit"):
-            weights.check_length("--block-size", 64, config)
+            startup_checks.check_length(Data(block_size=64), "block_size", config)
 
 
 def test_layerdrop_and_rescaling_are_switched_off(capfd):

@@ -51,6 +51,7 @@ from core import ranks, weights
 from core.args import Range, fit_global_batch
 from core.chunked_loss import CHUNK
 from optional import fused_norms
+from optional.startup_checks import check_length
 
 Classes = tuple[type[nn.Module], ...]
 
@@ -391,7 +392,7 @@ def read_model(args: Namespace) -> Model:
     compute = policies.PRECISIONS[args.precision].param_dtype
     model, blocks = build(script, config, args.model_name)
     config = model.config
-    weights.check_length("--seq-length", args.seq_length, config)
+    check_length(args, "seq_length", config)
     in_4bit = add_adapters(args, model, blocks) if args.lora_rank else set()
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
