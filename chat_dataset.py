@@ -606,15 +606,18 @@ def collate(samples: list[Turns]) -> Batch:
 
 def answer_ends(tokenizer: Tokenizer) -> Ids:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
-    after an answer, and the last one after a call."""
+    after an answer, and the last one after a call, unless it also separates calls."""
     ends = [tokenizer.eos_token_id]
-    call = {"type": "function", "function": {"name": "f", "arguments": {"of": "answer"}}}
-    for turn in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
+    word = "xyzzy"  # in no template
+    call = {"type": "function", "function": {"name": "f", "arguments": {"of": word}}}
+    calls = [{"content": "", "tool_calls": [call] * count} for count in (1, 2)]
+    for turn in ({"content": word}, *calls):
         turns = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn]
         with contextlib.suppress(Exception):  # the template rejects such turns
             text = tokenizer.apply_chat_template(turns, tokenize=False)
-            before, _, after = text.rpartition("answer")
-            ids = tokenizer(after if before else "", add_special_tokens=False).input_ids
-            added = [x for x in ids if x in tokenizer.added_tokens_decoder]
+            _, *between, after = text.split(word)
+            ids = tokenizer([after, "".join(between)], add_special_tokens=False).input_ids
+            added = [x for x in ids[0] if x in tokenizer.added_tokens_decoder]
             ends += added[-1:] if "tool_calls" in turn else added
+            ends = [x for x in ends if x not in ids[1] or x == tokenizer.eos_token_id]
     return ends

@@ -201,6 +201,7 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, llama, tm
 
 CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{% endfor %}"
          "{{ '<call>' if m.tool_calls else '<end>' }}")  # fmt: skip
+NO_END = CALLS.replace("<call>", "")  # after calls, only what separates them
 
 
 @pytest.mark.parametrize(("after", "stops"), [
@@ -209,6 +210,7 @@ CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{%
     (" and on", [2, 1]),
     ("{{ raise_exception('no such turn') }}", [2, 1]),
     (CALLS, [2, 1, 258, 260]),
+    (NO_END, [2, 1, 258]),
 ])  # fmt: skip
 def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsys):
     """The base stops at 2 only. The tokenizer's EOS is 1, 258 ends a turn, and 260 a call."""
