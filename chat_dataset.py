@@ -487,6 +487,10 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
         is_right &= type(label) is int and label in (-100, token)
     if not is_right:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
+    for (before, label), token in zip(itertools.pairwise(labels), ids[1:], strict=True):
+        if token == tokenizer.eos_token_id and label == -100 != before:  # taken for padding
+            raise ValueError("labels exclude the EOS after a target, so the model would not learn "
+                             "to stop")  # fmt: skip
     return ids, labels
 
 

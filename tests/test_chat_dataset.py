@@ -503,7 +503,10 @@ def test_tokenized_rows_are_read(tmp_path):
         load_documents(path, max_seq_length=128)
 
 
-@pytest.mark.parametrize("labels", [[5], [5, 9, 7], [-100] * 3, [-100, 6.0, 7.0]])
-def test_labels_that_are_not_the_tokens_are_refused(labels):
-    with pytest.raises(ValueError, match="labels must be one per token"):
-        chat_dataset.read_tokens({"input_ids": [5, 6, 7], "labels": labels}, 129, byt5())
+@pytest.mark.parametrize(("labels", "message"), [
+    *[(x, "labels must be one per token") for x in ([5], [5, 9, 1], [-100] * 3, [-100, 6.0, 1.0])],
+    ([-100, 6, -100], "labels exclude the EOS after a target"),
+])  # fmt: skip
+def test_labels_that_are_not_the_tokens_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        chat_dataset.read_tokens({"input_ids": [5, 6, 1], "labels": labels}, 129, byt5())
