@@ -126,6 +126,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
         return reading.map_rows(name, rows, columns, from_tokens, FEATURES, *key)
+    reading.print_unread_tokens(name, columns)
     names = [x for x in rows.column_names if x in (column, reading.LINE)]
     some = str(rows.select_columns(names)[:1000])
     special = {str(x) for x in tokenizer.added_tokens_decoder.values() if x.special}

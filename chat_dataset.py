@@ -128,6 +128,8 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     form = chat_columns(name, columns, args)
     if not form and tokenizer.chat_template == LLAMA_2:
         print0(f"{name}: not chats, so the chat template llama-2 in final/ will not fit the model")
+    if not form and args.text_column in columns:
+        reading.print_unread_tokens(name, columns)
     tokens = AnswerTokens(tokenizer)
     added = tokenizer.added_tokens_decoder.values()
     special = [str(token) for token in added if token.special]

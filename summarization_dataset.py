@@ -153,6 +153,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
         return read_tokens(name, rows, args, tokenizer)
+    reading.print_unread_tokens(name, columns)
     # With several data sets, the flags are for those that have the columns.
     are_defaults = needed == (Data.source_column, Data.target_column)
     if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):

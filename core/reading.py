@@ -192,6 +192,12 @@ def usual_columns(name: str, columns: Iterable[str], table: Iterable[tuple]) -> 
     return None
 
 
+def print_unread_tokens(name: str, columns: Iterable[str]) -> None:
+    """Print that the tokens of rows whose text is read are not."""
+    if "input_ids" in columns:
+        print0(f"{name}: the rows have text, so their input_ids are not used")
+
+
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:
     """Return the error that the columns `missing` are not among `columns`."""
     return Problem(f"Data set {name} has no column {' or '.join(missing)}. Its columns are: "

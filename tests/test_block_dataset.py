@@ -110,6 +110,7 @@ def test_columns_are_found_or_named(tmp_path, capfd):
         load(path, text_column="x")
     write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
     assert decode(load(path)) == "eight</s>"
+    assert "x.jsonl: the rows have text, so their input_ids are not" in capfd.readouterr().out
     write_rows(path, [{"text": "a"}, {"text": 8}])
     with pytest.raises(Problem, match="x.jsonl, row 2: text is 8, not text. Correct it"):
         load(path)

@@ -183,7 +183,7 @@ def test_usual_columns_are_read(tmp_path, capsys):
     assert sd.Data(source_column="a", target_column="a").problems(None)
 
 
-def test_tokenized_rows_are_not_cut(tmp_path):
+def test_tokenized_rows_are_not_cut(tmp_path, capsys):
     rows = [{"input_ids": [5, i + 4, 1], "labels": [i + 4, 1]} for i in range(40)]
     path = write_rows(tmp_path / "x.jsonl", rows)
     flags = {"dataset": path, "source_length": 3, "target_length": 2}
@@ -197,6 +197,11 @@ def test_tokenized_rows_are_not_cut(tmp_path):
     write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "labels": [5, 6]}])
     with pytest.raises(Problem, match="labels do not end in EOS"):
         load(**flags)
+    line = "the rows have text, so their input_ids are not used"
+    assert line not in capsys.readouterr().out
+    write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "text": "a", "headline": "b"}] * 2)
+    load(dataset=path, val_dataset=(path,))
+    assert line in capsys.readouterr().out
 
 
 def words_tokenizer(template=True, vocabulary="abcdefgh"):
