@@ -134,6 +134,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if spelled := [token for token in special if token in some]:
         print0(f"{name}: the texts spell {' and '.join(sorted(spelled))}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    reading.print_unknown(name, documents, tokenizer, "input_ids")
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
     added = tokenizer("", verbose=False)["input_ids"]

@@ -159,6 +159,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
+    reading.print_unknown(name, documents, tokenizer, "input_ids")
     spells = documents.with_format("numpy")["spells"][:]
     if (spells == 1).any():
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)

@@ -253,12 +253,8 @@ def draw(
         if count := sum(any(x in text for x in special) for text in texts):
             print0(f"{spec}, {split}: {count:,} rows spell a special token, which it becomes")
         rows = encode(spec, rows, tokenizer, args)
+    reading.print_unknown(f"{spec}, {split}", rows, tokenizer, "input_ids", "labels")
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
-    targets = np.concatenate(rows.with_format("numpy")["labels"][:])
-    unknown = np.mean(targets == tokenizer.unk_token_id)
-    if unknown > 0.01:
-        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for "
-               "characters that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
     return rows
 
 

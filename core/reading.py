@@ -198,6 +198,17 @@ def print_unread_tokens(name: str, columns: Iterable[str]) -> None:
         print0(f"{name}: the rows have text, so their input_ids are not used")
 
 
+def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer, *columns: str) -> None:
+    """Print how many tokens in these columns are unknown. GPT-2's is EOS, which replaces none."""
+    unknown, rows = tokenizer.unk_token_id, samples.with_format("arrow")[:]
+    parts = [x.flatten() for column in columns for x in rows[column].chunks]
+    count = sum(np.count_nonzero(x.to_numpy() == unknown) for x in parts)
+    if count and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        share = count / sum(map(len, parts))
+        print0(f"{name}: {count:,} tokens ({share:.1%}) are {tokenizer.unk_token}, for characters "
+               "that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
+
+
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:
     """Return the error that the columns `missing` are not among `columns`."""
     return Problem(f"Data set {name} has no column {' or '.join(missing)}. Its columns are: "

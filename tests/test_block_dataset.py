@@ -208,6 +208,14 @@ def test_text_without_spaces_is_cut_too(tmp_path):
     assert max(map(len, pieces)) <= 65 * block_dataset.PIECE and "".join(pieces) == "é" * 3_000_000
 
 
+def test_unknown_characters_are_counted(tmp_path, capfd):
+    words = Tokenizer(models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    load(write_rows(tmp_path / "x.jsonl", [{"text": "é"}, {"text": "a"}]), tokenizer)
+    assert "x.jsonl: 1 tokens (25.0%) are <unk>, for characters" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr(block_dataset, "PIECE", 64)

@@ -380,6 +380,8 @@ def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
     load_documents(path, tokenizer)
     expected = "2 documents have text that spells a special token, which stays plain text, the fir"
     assert expected in capfd.readouterr().out
+    load_documents(write(tmp_path / "unk.jsonl", [{"prompt": "<unk>", "completion": "b"}]))
+    assert "unk.jsonl: 1 tokens (1.8%) are <unk>" in capfd.readouterr().out
 
 
 def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):
