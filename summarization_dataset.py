@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pyarrow.compute
 import torch
 import tyro
 from datasets import Dataset, List, Value
@@ -255,6 +256,12 @@ def draw(
         rows = encode(spec, rows, tokenizer, args)
     reading.print_unknown(f"{spec}, {split}", rows, tokenizer, "input_ids", "labels")
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
+    columns = rows.with_format("arrow")[:]
+    for column, kind in (("input_ids", "source"), ("labels", "target")):
+        limit = getattr(args, f"{kind}_length")
+        lengths = pyarrow.compute.list_value_length(columns[column]).to_numpy()
+        if count := np.count_nonzero(lengths == limit):
+            print0(f"  {count:,} reach --{kind}-length {limit}, which cuts the rest")
     return rows
 
 

@@ -219,7 +219,7 @@ def words_tokenizer(template=True, vocabulary="abcdefgh"):
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_encoded_texts_end_with_eos(tmp_path, template):
+def test_encoded_texts_end_with_eos(tmp_path, template, capsys):
     rows = [{"text": "a b c d e f g h", "headline": "h g f e"}, {"text": "b", "headline": "a"}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     args = arguments(dataset=path, source_length=6, target_length=3, source_prefix="summarize: ")
@@ -228,6 +228,8 @@ def test_encoded_texts_end_with_eos(tmp_path, template):
     pairs = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
     assert pairs == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
+    lines = "drawn\n  1 reach --source-length 6, which cuts the rest\n  1 reach --target-length"
+    assert lines in capsys.readouterr().out
 
 
 def test_texts_that_the_tokenizer_changes_are_counted(tmp_path, capsys):
