@@ -361,6 +361,12 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
                              "generation prompt, so training would differ from use. If the prompt "
                              "opens <think>, the answers need reasoning_content. Or pass "
                              "--chat-template chatml, which opens none")  # fmt: skip
+        if turns[i - 1]["role"] == "tool":  # Gemma 4 goes on in the turn of the call
+            question = [{"role": "user", "content": "?"}]
+            header = text_of(question, add_generation_prompt=True).removeprefix(text_of(question))
+            if header.strip() and text[len(prompt) :].startswith(header):
+                raise Problem(f"turn {i + 1}: the chat template starts the answer with a header "
+                              f"that its prompt lacks after a tool's turn. {ADVICE}")  # fmt: skip
         if not is_ended or not text.startswith(before):
             documents.append((before, answers))
             before, answers, checked = "", [], 0

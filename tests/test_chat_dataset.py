@@ -247,6 +247,8 @@ def test_thoughts_are_targets_once():
     ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     (PROMPTER, [ASSISTANT, USER, ASSISTANT], "starts with an answer"),
     (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "start the answer with its gen.*-template chatml"),
+    (CHATML.replace("if add", "if messages[-1].role != 'tool' and add"),
+     [USER, ASSISTANT, RESULT, ASSISTANT], "turn 4: .* a header that its prompt lacks"),
     (CHATML, [USER, CALL_TURN], "drops 'f' of the assistant's turn"),
     (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops 'hm' of the assistant's turn"),
     (CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
