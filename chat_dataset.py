@@ -398,8 +398,13 @@ def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
             parts += [value for value in arguments.values() if isinstance(value, str)]
             start = max(find(part, text, start, role) for part in parts)
             ends.append(start)
-            if arguments and str(arguments) in text:
-                raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
+            for key, value in [("", arguments), *arguments.items()]:
+                if isinstance(value, str) or json.dumps(value, ensure_ascii=False) in text:
+                    continue
+                # True and None in Qwen 3.5's calls. LFM's are Python: f(key=True).
+                if str(value) in text and not (key and f"{key}={value}" in text):
+                    raise Problem("the chat template writes calls in Python, not in JSON: "
+                                  f"{reading.shorten(str(value))}. {ADVICE}")  # fmt: skip
         if with_reasoning:
             thoughts = turn["content"].count("</think>") or 1
             if text.count("</think>") > thoughts + ("reasoning_content" in turn):

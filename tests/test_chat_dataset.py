@@ -256,7 +256,10 @@ def test_thoughts_are_targets_once():
     (CHATML.replace("m.content", "('</think>' if m.role == 'assistant') ~ m.content"),
      [USER, ASSISTANT | {"content": "hm</think>b"}], "adds </think> to an answer that has one"),
     (CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')"), [USER, CALL_TURN],
-     "writes calls in Python"),
+     "writes calls in Python, not in JSON: {'day': '2024"),
+    (CHATML.replace("}}<", "}}{% for call in m.tool_calls or [] %}f{% for key, x in call.function."
+                    "arguments | items %} {{ key }} {{ x }}{% endfor %}{% endfor %}<"),
+     [USER, CALL_TURN], "not in JSON: None. Pass"),
     (CHATML.replace("m.content", "m.content ~ ('f day n none of' if m.tool_calls)"),
      [USER, CALL_TURN], "drops '2024-05-01' of the assistant's turn"),
 ])  # fmt: skip
