@@ -130,6 +130,12 @@ def test_settings_that_a_script_changes_are_written(llama, tmp_path):
     assert exported["rope_parameters"].items() >= yarn.items()
 
 
+def test_generation_uses_the_cache_if_the_base_has_no_settings_for_it(llama, tmp_path):
+    (llama / "generation_config.json").unlink()
+    export_base(llama, tmp_path / "final", "LlamaForCausalLM")
+    assert read(tmp_path / "final/generation_config.json")["use_cache"] is True
+
+
 def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_group, tmp_path):
     text = SHAPE | {"head_dim": 16, "sliding_window": 7, "an_unknown_key": "kept"}
     model_class = transformers.Gemma3ForConditionalGeneration
