@@ -78,6 +78,9 @@ TRAINED = {  # a row, and its document with targets in « »
     "parts of text": (
         {"messages": [ASK | {"content": [{"type": "text", "text": "q"}]}, ANSWER]}, PAIR),
     "chats as text": ({"messages": json.dumps([ASK, ANSWER])}, PAIR),
+    "a dict of lists": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["q", "a"], "loss": [None, True]}},
+        PAIR),
     "weights as text": ({"prompt": "q", "completion": "a", "weight": "1", "loss": "true"}, PAIR),
     "gsm8k": ({"question": "q", "answer": "a"}, PAIR),
     "torchtune instruct": ({"input": "q", "output": "a"}, PAIR),
