@@ -152,7 +152,7 @@ def _json_rows(file: Any) -> Iterator[Any]:
 
 def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
-    delimiter = "\t" if ".tsv" in file.name.lower() else ","
+    delimiter = "\t" if ".tsv" in Path(file.name).name.lower() else ","
     rows = csv.DictReader(file, None, UNEVEN, UNEVEN, delimiter=delimiter, strict=True)
     try:
         columns = rows.fieldnames or []

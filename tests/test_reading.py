@@ -56,9 +56,10 @@ def test_json_values_equal_the_file(name, tmp_path):
     assert [*reading.first_row("x", rows)] == ["text", "n", "of"]
 
 
-@pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz"])
+@pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz", "e.tsv.parts/f.csv"])
 def test_csv_values_are_text(name, tmp_path):
-    key, delimiter = ("a,b,c", "\t") if ".tsv" in name else ("te xt", ",")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    key, delimiter = ("a,b,c", "\t") if "d.tsv" in name else ("te xt", ",")
     lines = [f'\ufeff"{key}"|n', '"a ""b"", "|007', "", "null|"]
     text = "\n".join(lines).replace("|", delimiter).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if "gz" in name else text)
