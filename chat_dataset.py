@@ -463,9 +463,14 @@ class AnswerTokens:
     def encode(self, text: str, answers: Spans) -> list[Document]:
         """Return the documents of a text as ids and labels, given the answers in it."""
         documents: list[Document] = [([], [])]
+        tokens, offsets = tokenize(self.tokenizer, text)
         for start, end in [*answers, (len(text), len(text))]:  # the last: turns after the answers
             prompt, ids = self.prefix(text, start), self.prefix(text, end)
-            if ids[: len(prompt)] != prompt:
+            i = bisect_right(offsets, start, key=itemgetter(1))
+            if i < len(offsets) and offsets[i][0] < start and tokens[i] in self.added:
+                # It strips the spaces after it, as Phi 3's tokens do: also those of the answer.
+                ids = prompt + tokenize(self.tokenizer, text[start:end])[0]
+            elif ids[: len(prompt)] != prompt:
                 whole = self.tokenizer.decode(ids)
                 ids = prompt + tokenize(self.tokenizer, text[start:end])[0]
                 if self.tokenizer.decode(ids) != whole:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from chat_templates import ASKS_FOR_THOUGHTS, CHATML, KNOWN, MERGES, PROMPTER, TOOLS
 from datasets import Dataset, load_dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
@@ -203,6 +211,19 @@ def test_token_that_spans_the_end_of_a_prompt_or_an_answer_is_cut(template):
     tokenizer = bpe(words=False, eos_token="</s>", chat_template=MERGES[template])
     chats = [CHAT, *random_chats(3, 40)]
     assert max(check_documents(chat, None, tokenizer) for chat in chats) > 1
+
+
+def test_tokens_that_strip_the_text_after_them_keep_the_indentation_of_answers():
+    tokenizer = bpe(eos_token="</s>", chat_template=CHATML.replace("im_start", "a"))
+    strips = AddedToken("assistant", rstrip=True, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [strips, "<|im_end|>"]})
+    code = ASSISTANT | {"content": "    return\n  b"}
+    documents = encode([USER, code, USER, code, USER], tokenizer)
+    texts = [target_texts(ids, labels, tokenizer) for ids, labels in documents]
+    assert texts == 2 * [["    return\n  b<|im_end|></s>"]]
+    prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert documents[0][0][: len(ids)] == ids and documents[0][1][len(ids)] != -100
 
 
 def test_last_answer_gets_one_eos():
