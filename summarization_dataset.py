@@ -246,10 +246,11 @@ def draw(
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
-        loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
         texts = [x + y for x, y in zip(rows["text"], rows["summary"], strict=True)]
-        if count := loses_breaks * sum("\n" in text for text in texts):
-            print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
+        for kind, space in {"line breaks": "\n", "tabs": "\t", "repeated spaces": "  "}.items():
+            is_lost = space not in tokenizer.decode(tokenizer(f"a{space}b")["input_ids"])
+            if count := is_lost * sum(space in text for text in texts):
+                print0(f"{spec}, {split}: the tokenizer loses the {kind} of {count:,} rows")
         special = [x for x in tokenizer.all_special_tokens if "extra_id" not in x]
         if count := sum(any(x in text for x in special) for text in texts):
             print0(f"{spec}, {split}: {count:,} rows spell a special token, which it becomes")

@@ -235,12 +235,13 @@ def test_encoded_texts_end_with_eos(tmp_path, template, capsys):
 def test_texts_that_the_tokenizer_changes_are_counted(tmp_path, capsys):
     """A row's braces are unknown to the first tokenizer."""
     rows = [{"text": "a\nb", "headline": "b { } e"}] * 2
-    rows += [{"text": text, "headline": "b c d e"} for text in ("a </s> a", *37 * "a")]
+    rows += [{"text": x, "headline": "b c d e"} for x in ("a </s> a", "a  a", "a\ta", *35 * "a")]
     path = write_rows(tmp_path / "x.jsonl", rows)
     for tokenizer, count in ((words_tokenizer(), 1), (TOKENIZER, 0)):
         sd.load(arguments(dataset=path, val_dataset=(path,)), tokenizer)
         out = capsys.readouterr().out
-        assert out.count("train: the tokenizer loses the line breaks of 2 rows") == count
+        for kind in ("line breaks of 2", "tabs of 1", "repeated spaces of 1"):
+            assert out.count(f"train: the tokenizer loses the {kind} rows") == count
         assert "train: 1 rows spell a special token, which it becomes" in out
         assert out.count("train: 4 tokens (1.4%) are <unk>, for characters that the tok") == count
     assert "«b { } e</s>» from a\nb" in out
