@@ -117,12 +117,14 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
         return reading.map_rows(name, rows, columns, from_tokens, FEATURES, *key)
+    reading.print_unread_tokens(name, columns)
     some = str(rows[column if column in rows.column_names else reading.LINE][:1000])
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
     spelled = [x for x in special if x in some and (x != eos or CONTINUES not in columns)]
     if spelled:
         print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    reading.print_unknown(name, documents, tokenizer, "input_ids")
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} times, {eos} ends a document")
     added = tokenizer("", verbose=False)["input_ids"]

@@ -125,6 +125,8 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    if not form and args.text_column in columns:
+        reading.print_unread_tokens(name, columns)
 
     def convert(row: Row) -> list[Row]:
         if form:
@@ -150,6 +152,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
+    reading.print_unknown(name, documents, tokenizer, "input_ids")
     spells = documents.with_format("numpy")["spells"][:]
     if count := np.count_nonzero(spells == 1):
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
@@ -336,12 +339,18 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
                           "generation prompt, so training would differ from use. If the prompt "
                           "opens <think>, the answers need reasoning_content. Or pass "
                           "--chat-template chatml, which opens none")  # fmt: skip
+        answer = text[len(prompt) :]
+        if turns[i - 1]["role"] == "tool":  # Gemma 4 goes on in the turn of the call
+            question = [{"role": "user", "content": "?"}]
+            header = text_of(question, is_prompt=True).removeprefix(text_of(question)).strip()
+            if header and answer.lstrip().startswith(header):
+                raise Problem(f"turn {i + 1}: the chat template starts the answer with a header "
+                              f"that its prompt lacks after a tool's turn. {ADVICE}")  # fmt: skip
         if not is_ended or not text.startswith(documents[-1][0]):
             documents.append(("", []))
             checked = 0
         before, answers = documents[-1]
         check_rendered(turns[checked:i], prompt[len(before) :])
-        answer = text[len(prompt) :]
         check_rendered([turn], answer)
         check_reasoning(turn, answer)
         documents[-1] = text, [*answers, (len(prompt), len(text))]
@@ -370,8 +379,14 @@ def check_rendered(turns: Turns, text: str) -> None:
             parts = [function["name"], *arguments]
             parts += [value for value in arguments.values() if isinstance(value, str)]
             start = max(find(part, text, start, role) for part in parts)
-            if arguments and str(arguments) in text:
-                raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
+            for key, value in [("", arguments), *arguments.items()]:
+                is_json = json.dumps(value, ensure_ascii=False) in text
+                if isinstance(value, str | bool) or is_json:
+                    continue
+                # None in Qwen 3.5's calls. LFM's are Python: f(key=None).
+                if str(value) in text and not (key and f"{key}={value}" in text):
+                    raise Problem("the chat template writes calls in Python, not in JSON: "
+                                  f"{reading.shorten(str(value))}. {ADVICE}")  # fmt: skip
         if role != "system":
             end = max(start, content_end)
 
@@ -407,6 +422,8 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
     """
     call = partial(tokenizer, add_special_tokens=False, verbose=False)
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    # Tokens that strip the spaces after them, also those of an answer, as Phi 3's.
+    strips = [i for i, x in tokenizer.added_tokens_decoder.items() if x.rstrip]
     known = 0  # characters whose tokens are in known_ids: the text before a special token
     known_ids = []
 
@@ -423,7 +440,9 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
     documents = [([], [])]
     for start, end in answers:
         prompt, ids = prefix(start), prefix(end)
-        if ids[: len(prompt)] != prompt:
+        if prompt and prompt[-1] in strips and text[start : start + 1].isspace():
+            ids = prompt + call(text[start:end])["input_ids"]
+        elif ids[: len(prompt)] != prompt:
             decoded = tokenizer.decode(ids)
             ids = prompt + call(text[start:end])["input_ids"]
             if tokenizer.decode(ids) != decoded:
@@ -459,6 +478,10 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
     masked = [x if y != -100 else -100 for x, y in zip(ids, labels, strict=False)]
     if str(labels) != str(masked) or len(labels) != len(ids) or {*labels} == {-100}:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
+    for (before, label), token in zip(itertools.pairwise(labels), ids[1:], strict=True):
+        if token == tokenizer.eos_token_id and label == -100 != before:  # taken for padding
+            raise ValueError("labels exclude the EOS after a target, so the model would not learn "
+                             "to stop")  # fmt: skip
     return ids, labels
 
 
@@ -576,15 +599,18 @@ def collate(samples: list[Turns]) -> Batch:
 
 def answer_ends(tokenizer: Tokenizer) -> Ids:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
-    after an answer, and the last one after a call."""
+    after an answer, and the last one after a call, unless it also separates calls."""
     ends = [tokenizer.eos_token_id]
-    call = {"type": "function", "function": {"name": "f", "arguments": {"of": "answer"}}}
-    for turn in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
+    word = "xyzzy"  # in no template
+    call = {"type": "function", "function": {"name": "f", "arguments": {"of": word}}}
+    calls = [{"content": "", "tool_calls": [call] * count} for count in (1, 2)]
+    for turn in ({"content": word}, *calls):
         turns = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn]
         with contextlib.suppress(Exception):  # the template rejects such turns
             text = tokenizer.apply_chat_template(turns, tokenize=False)
-            before, _, after = text.rpartition("answer")
-            ids = tokenizer(after if before else "", add_special_tokens=False).input_ids
-            added = [x for x in ids if x in tokenizer.added_tokens_decoder]
+            _, *between, after = text.split(word)
+            ids = tokenizer([after, "".join(between)], add_special_tokens=False).input_ids
+            added = [x for x in ids[0] if x in tokenizer.added_tokens_decoder]
             ends += added[-1:] if "tool_calls" in turn else added
+            ends = [x for x in ends if x not in ids[1] or x == tokenizer.eos_token_id]
     return ends

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pyarrow.compute
 import torch
 import tyro
 from datasets import Dataset, List, Value
@@ -182,6 +183,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
             advice = "Pass --source-column and --target-column."
             raise reading.no_columns(name, missing, columns, advice)
         pair = usual
+    reading.print_unread_tokens(name, columns)
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
         for column in pair:
@@ -223,13 +225,22 @@ def draw(
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
     rows = rows.remove_columns([*KEY])
-    return rows if "input_ids" in rows.column_names else encode(spec, rows, tokenizer, args)
+    if "input_ids" not in rows.column_names:
+        rows = encode(spec, rows, tokenizer, args)
+    columns = rows.with_format("arrow")[:]
+    for column, kind in (("input_ids", "source"), ("labels", "target")):
+        limit = getattr(args, f"{kind}_length")
+        lengths = pyarrow.compute.list_value_length(columns[column]).to_numpy()
+        if count := np.count_nonzero(lengths == limit):
+            print0(f"  {count:,} reach --{kind}-length {limit}, which cuts the rest")
+    return rows
 
 
 def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS. Print how
     many the tokenizer changes."""
-    loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
+    spaces = "\n", "\t", "  "
+    lost = [x for x in spaces if x not in tokenizer.decode(tokenizer(f"a{x}b")["input_ids"])]
     special = {tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id}
 
     def tokenize(length: int, **text: str) -> list[int]:
@@ -241,8 +252,7 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         ids = tokenize(args.source_length, text=args.source_prefix + row["text"])
         labels = tokenize(args.target_length, text_target=row["summary"])
         is_changed = not special.isdisjoint(ids[:-1] + labels[:-1])
-        if loses_breaks:
-            is_changed |= "\n" in row["text"] or "\n" in row["summary"]
+        is_changed |= any(x in text for x in lost for text in row.values())
         sample = {"input_ids": ids, "labels": labels, "length": len(ids)}
         return [sample | {"is_changed": is_changed}]
 
@@ -251,8 +261,8 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = *key, reading.tokenizer_digest(tokenizer)
     rows = reading.map_rows(spec, rows, PAIR, encode_pair, features, args.bad_rows, *key)
     if count := sum(rows["is_changed"][:]):
-        print0(f"{spec}: of {count:,} rows, the tokenizer loses the line breaks, or makes special "
-               f"tokens such as {tokenizer.unk_token}")  # fmt: skip
+        print0(f"{spec}: of {count:,} rows, the tokenizer loses line breaks, tabs or spaces, or "
+               f"makes special tokens such as {tokenizer.unk_token}")  # fmt: skip
     return rows.remove_columns("is_changed")
 
 

@@ -152,7 +152,7 @@ def _json_rows(file: Any) -> Iterator[Any]:
 
 def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
-    delimiter = "\t" if ".tsv" in file.name.lower() else ","
+    delimiter = "\t" if ".tsv" in Path(file.name).name.lower() else ","
     rows = csv.DictReader(file, None, UNEVEN, UNEVEN, delimiter=delimiter, strict=True)
     try:
         columns = rows.fieldnames or []
@@ -192,17 +192,34 @@ def usual_columns(name: str, columns: Iterable[str], table: Iterable[tuple]) -> 
     return None
 
 
+def print_unread_tokens(name: str, columns: Iterable[str]) -> None:
+    """Print that the tokens of rows whose text is read are not."""
+    if "input_ids" in columns:
+        print0(f"{name}: the rows have text, so their input_ids are not used")
+
+
+def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer, *columns: str) -> None:
+    """Print how many tokens in these columns are unknown. GPT-2's is EOS, which replaces none."""
+    unknown, rows = tokenizer.unk_token_id, samples.with_format("arrow")[:]
+    parts = [x.flatten() for column in columns for x in rows[column].chunks]
+    count = sum(np.count_nonzero(x.to_numpy() == unknown) for x in parts)
+    if count and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        share = count / sum(map(len, parts))
+        print0(f"{name}: {count:,} tokens ({share:.1%}) are {tokenizer.unk_token}, for characters "
+               "that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
+
+
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:
     """Return the error that the columns `missing` are not among `columns`."""
     return Problem(f"Data set {name} has no column {' or '.join(missing)}. Its columns are: "
                    f"{shorten(', '.join(columns))}. {advice}")  # fmt: skip
 
 
-def parse(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as in its file, without what Arrow added to it; raise ValueError if it is not a
-    JSON object or does not fit its CSV file."""
+def parse(row: dict[str, Any], features: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a row as in its file, without what Arrow added to it, given the `features` of its data
+    set; raise ValueError if it is not a JSON object or does not fit its CSV file."""
     if LINE not in row:
-        return {column: _without_none(value) for column, value in row.items()}
+        return {key: _without_none(value, (features or {}).get(key)) for key, value in row.items()}
     row = json.loads(row[LINE])
     if not isinstance(row, dict):
         raise ValueError("the line is not a JSON object")
@@ -211,11 +228,16 @@ def parse(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _without_none(value: Any) -> Any:
-    """Return `value` without members that are None, which Arrow adds to objects."""
+def _without_none(value: Any, feature: Any) -> Any:
+    """Return `value` without members that are None, which Arrow adds to objects, not to JSON."""
+    if isinstance(feature, datasets.Json):
+        return value
     if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value
+        inner = feature if isinstance(feature, dict) else {}
+        parts = {key: part for key, part in value.items() if part is not None}
+        return {key: _without_none(part, inner.get(key)) for key, part in parts.items()}
+    inner = getattr(feature, "feature", None)
+    return [_without_none(part, inner) for part in value] if isinstance(value, list) else value
 
 
 def map_rows(
@@ -229,13 +251,14 @@ def map_rows(
     rows = rows.with_format(None)
     wanted = {LINE, *columns}
     rows = rows.select_columns([x for x in rows.column_names if x in wanted])
+    types = rows.features
     skipped: list[int] = []  # by this process
 
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         samples = []
         for number, *values in zip(numbers, *columns.values(), strict=True):
             try:
-                samples += function(parse(dict(zip(columns, values, strict=True))))
+                samples += function(parse(dict(zip(columns, values, strict=True)), types))
             except Problem as error:  # of the data set, not of a row
                 raise Problem(f"{name}, row {number + 1}: {error}") from None
             except (ValueError, TypeError, AttributeError) as error:

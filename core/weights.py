@@ -216,6 +216,8 @@ def new_model(
     model.load_state_dict(tied, strict=False, assign=True)
     if directory is not None and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
+    else:
+        model.generation_config.use_cache = True  # it has just copied the config for training
     return model, source
 
 

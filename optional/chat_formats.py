@@ -154,11 +154,16 @@ def is_trained(item: dict, what: str) -> bool:
 
 
 def read_turns(value: Any) -> Any:
-    """Return the turns in a list of messages, or in a message, and another value unchanged."""
+    """Return the turns in a list of messages, in a message, or in a dict of lists, and another
+    value unchanged."""
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):
         raise ValueError("the turns are text. Write them as objects, or in one column messages")
     if isinstance(value, dict):
-        value = [value]
+        parts = [*value.values()]
+        if all(isinstance(part, list) for part in parts):  # as `Sequence` of datasets stores turns
+            value = [dict(zip(value, turn, strict=True)) for turn in zip(*parts, strict=True)]
+        else:
+            value = [value]
     if not isinstance(value, list):
         return value
     return [read_turn(turn) if isinstance(turn, dict) else turn for turn in value]

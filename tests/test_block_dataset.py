@@ -109,6 +109,7 @@ def test_columns_are_found_or_named(tmp_path, capfd):
         load(path, text_column="x")
     write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
     assert decode(load(path)) == "eight</s>"
+    assert "x.jsonl: the rows have text, so their input_ids are not" in capfd.readouterr().out
     write_rows(path, [{"text": "a"}, {"text": 8}])
     with pytest.raises(Problem, match="x.jsonl, row 2: text is 8, not text. Correct it"):
         load(path)
@@ -196,6 +197,14 @@ def test_text_without_spaces_is_cut_too(tmp_path):
     with (tmp_path / "x.txt").open() as file:
         pieces = [piece["text"] for piece in block_dataset.text_pieces(file)]
     assert max(map(len, pieces)) <= 65 * block_dataset.PIECE and "".join(pieces) == "é" * 3_000_000
+
+
+def test_unknown_characters_are_counted(tmp_path, capfd):
+    words = Tokenizer(models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
+    special = {"eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    load(write_rows(tmp_path / "x.jsonl", [{"text": "é"}, {"text": "a"}]), tokenizer)
+    assert "x.jsonl: 1 tokens (25.0%) are <unk>, for characters" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])

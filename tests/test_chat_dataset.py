@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import ASKS_FOR_THOUGHTS, CHATML, KNOWN, MERGES, PROMPTER, TOOLS
-from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from datasets import Dataset, load_dataset
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
@@ -206,6 +214,19 @@ def test_token_that_spans_the_end_of_a_prompt_or_an_answer_is_cut(template):
     assert max(check_documents(chat, None, tokenizer) for chat in chats) > 1
 
 
+def test_tokens_that_strip_the_text_after_them_keep_the_indentation_of_answers():
+    tokenizer = bpe(eos_token="</s>", chat_template=CHATML.replace("im_start", "a"))
+    strips = AddedToken("assistant", rstrip=True, special=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": [strips, "<|im_end|>"]})
+    code = ASSISTANT | {"content": "    return\n  b"}
+    documents = encode([USER, code, USER, code, USER], tokenizer)
+    texts = [target_texts(ids, labels, tokenizer) for ids, labels in documents]
+    assert texts == 2 * [["    return\n  b<|im_end|></s>"]]
+    prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert documents[0][0][: len(ids)] == ids and documents[0][1][len(ids)] != -100
+
+
 def test_last_answer_gets_one_eos():
     answers = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
     tokenizer = byt5()
@@ -248,6 +269,8 @@ def test_thoughts_are_targets_once():
     ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     (PROMPTER, [ASSISTANT, USER, ASSISTANT], "rejects the chat: Cannot apply .* to an empty"),
     (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "start the answer with its gen.*-template chatml"),
+    (CHATML.replace("if add", "if messages[-1].role != 'tool' and add"),
+     [USER, ASSISTANT, RESULT, ASSISTANT], "turn 4: .* a header that its prompt lacks"),
     (CHATML, [USER, CALL_TURN], "drops 'f' of the assistant's turn"),
     (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops 'hm' of the assistant's turn"),
     (CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
@@ -255,7 +278,10 @@ def test_thoughts_are_targets_once():
     (CHATML.replace("m.content", "('</think>' if m.role == 'assistant') ~ m.content"),
      [USER, ASSISTANT | {"content": "hm</think>b"}], "adds </think> to an answer that has one"),
     (CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')"), [USER, CALL_TURN],
-     "writes calls in Python"),
+     "writes calls in Python, not in JSON: {'day': '2024"),
+    (CHATML.replace("}}<", "}}{% for call in m.tool_calls or [] %}f{% for key, x in call.function."
+                    "arguments | items %} {{ key }} {{ x }}{% endfor %}{% endfor %}<"),
+     [USER, CALL_TURN], "not in JSON: None. Pass"),
     (CHATML.replace("m.content", "m.content ~ ('f day n none of' if m.tool_calls)"),
      [USER, CALL_TURN], "drops '2024-05-01' of the assistant's turn"),
 ])  # fmt: skip
@@ -322,7 +348,8 @@ def test_template_always_writes_the_same_date():
         assert tokenizer.decode(ids).startswith(f"{expected}<|system|>")
 
 
-def test_tools_and_arguments_equal_the_file(tmp_path):
+@pytest.mark.parametrize("form", ["a file", "JSON in a data set"])
+def test_tools_and_arguments_equal_the_file(form, tmp_path):
     values = [ARGUMENTS, {}, {"b": None, "a": 1}]
     rows = []
     for arguments in values:
@@ -330,11 +357,16 @@ def test_tools_and_arguments_equal_the_file(tmp_path):
         turns = [USER, CALL_TURN | {"tool_calls": [call]}, RESULT, ASSISTANT]
         rows.append({"messages": turns, "tools": [TOOL]})
     tokenizer = known_tokenizer("qwen 2.5")
-    documents = load_documents(write(tmp_path / "rows.jsonl", rows), tokenizer)
+    path = write(tmp_path / "rows.jsonl", rows)
+    if form != "a file":
+        load_dataset("json", data_files=path, split="train").save_to_disk(tmp_path / "saved")
+        path = str(tmp_path / "saved")
+    documents = load_documents(path, tokenizer)
     for ids, arguments in zip(documents["input_ids"], values, strict=True):
         text = tokenizer.decode(ids)
         assert f'{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>' in text
-        assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
+        # All rows have the same tools, so `datasets` stores these as objects.
+        assert form != "a file" or f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
 
 
 def test_hold_out_keeps_equal_prompts_together(tmp_path):
@@ -383,6 +415,8 @@ def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
     load_documents(path, tokenizer)
     expected = "2 rows spell special tokens, the first is row 1. Text of chats becomes"
     assert expected in capfd.readouterr().out
+    load_documents(write(tmp_path / "unk.jsonl", [{"prompt": "<unk>", "completion": "b"}]))
+    assert "unk.jsonl: 1 tokens (1.8%) are <unk>" in capfd.readouterr().out
 
 
 def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):
@@ -508,7 +542,10 @@ def test_tokenized_rows_are_read(tmp_path):
         load_documents(path, max_seq_length=128)
 
 
-@pytest.mark.parametrize("labels", [[5], [5, 9, 7], [-100] * 3, [-100, 6.0, 7.0]])
-def test_labels_that_are_not_the_tokens_are_refused(labels):
-    with pytest.raises(ValueError, match="labels must be one per token"):
-        chat_dataset.read_tokens({"input_ids": [5, 6, 7], "labels": labels}, 129, byt5())
+@pytest.mark.parametrize(("labels", "message"), [
+    *[(x, "labels must be one per token") for x in ([5], [5, 9, 1], [-100] * 3, [-100, 6.0, 1.0])],
+    ([-100, 6, -100], "labels exclude the EOS after a target"),
+])  # fmt: skip
+def test_labels_that_are_not_the_tokens_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        chat_dataset.read_tokens({"input_ids": [5, 6, 1], "labels": labels}, 129, byt5())

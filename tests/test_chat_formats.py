@@ -78,6 +78,9 @@ TRAINED = {  # a row, and its document with targets in « »
     "parts of text": (
         {"messages": [ASK | {"content": [{"type": "text", "text": "q"}]}, ANSWER]}, PAIR),
     "chats as text": ({"messages": json.dumps([ASK, ANSWER])}, PAIR),
+    "a dict of lists": (
+        {"conversations": {"from": ["human", "gpt"], "value": ["q", "a"], "loss": [None, True]}},
+        PAIR),
     "weights as text": ({"prompt": "q", "completion": "a", "weight": "1", "loss": "true"}, PAIR),
     "gsm8k": ({"question": "q", "answer": "a"}, PAIR),
     "torchtune instruct": ({"input": "q", "output": "a"}, PAIR),
@@ -125,9 +128,10 @@ def test_text_that_is_left_out_of_a_pair_is_named(row, line, capfd):
     assert line in out if line else "uses" not in out
 
 
-def test_text_column_names_documents(tmp_path):
-    path = write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}, {"body": " "}])
+def test_text_column_names_documents(tmp_path, capfd):
+    path = write(tmp_path / "text.jsonl", [{"body": "a</s>", "input_ids": [5]}, {"body": " "}])
     [document] = load_documents(path, text_column="body", bad_rows="skip")
+    assert "the rows have text, so their input_ids are not used" in capfd.readouterr().out
     assert document["input_ids"] == [*(byte + 3 for byte in b"a</s>"), 1]
     with pytest.raises(ValueError, match="text.jsonl, row 2: the document is ' ', not text"):
         load_documents(path, text_column="body")

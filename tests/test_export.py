@@ -130,6 +130,12 @@ def test_settings_that_a_script_changes_are_written(llama, tmp_path):
     assert exported["rope_parameters"].items() >= yarn.items()
 
 
+def test_generation_uses_the_cache_if_the_base_has_no_settings_for_it(llama, tmp_path):
+    (llama / "generation_config.json").unlink()
+    export_base(llama, tmp_path / "final", "LlamaForCausalLM")
+    assert read(tmp_path / "final/generation_config.json")["use_cache"] is True
+
+
 def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_group, tmp_path):
     text = SHAPE | {"head_dim": 16, "sliding_window": 7, "an_unknown_key": "kept"}
     model_class = transformers.Gemma3ForConditionalGeneration
@@ -201,6 +207,7 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, llama, tm
 
 CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{% endfor %}"
          "{{ '<call>' if m.tool_calls else '<end>' }}")  # fmt: skip
+NO_END = CALLS.replace("<call>", "")  # after calls, only what separates them
 
 
 @pytest.mark.parametrize(("after", "stops"), [
@@ -209,6 +216,7 @@ CALLS = ("{% for call in m.tool_calls %}{{ call.function.arguments.of }}<next>{%
     (" and on", [2, 1]),
     ("{{ raise_exception('no such turn') }}", [2, 1]),
     (CALLS, [2, 1, 258, 260]),
+    (NO_END, [2, 1, 258]),
 ])  # fmt: skip
 def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsys):
     """The base stops at 2 only. The tokenizer's EOS is 1, 258 ends a turn, and 260 a call."""

@@ -56,9 +56,10 @@ def test_json_values_equal_the_file(name, tmp_path):
     assert [*reading.first_row("x", rows)] == ["text", "n", "of"]
 
 
-@pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz"])
+@pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz", "e.tsv.parts/f.csv"])
 def test_csv_values_are_text(name, tmp_path):
-    key, delimiter = ("a,b,c", "\t") if ".tsv" in name else ("te xt", ",")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    key, delimiter = ("a,b,c", "\t") if "d.tsv" in name else ("te xt", ",")
     lines = [f'\ufeff"{key}"|n', '"a ""b"", "|007', "", "null|"]
     text = "\n".join(lines).replace("|", delimiter).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if "gz" in name else text)
@@ -263,3 +264,12 @@ def test_validation_on_rows_that_are_trained_on_is_named(capfd):
     args = SimpleNamespace(dataset=("a",), val_dataset=("a", "b"), **limits)
     reading.load_sets(args, lambda _: {"train": rows}, reading.hold_out, lambda *x: x[2])
     assert capfd.readouterr().out == "a is also trained on: its validation loss will be too low.\n"
+
+
+def test_unknown_tokens_are_counted(capfd):
+    """Id 2 of a ByT5 tokenizer. If it is EOS, as GPT-2's, it stands for no character."""
+    rows = Dataset.from_dict({"input_ids": [[5, 2], [2, 6]], "labels": [[2], [7]]})
+    for tokenizer in (ByT5Tokenizer(), ByT5Tokenizer(eos_token="<unk>")):
+        reading.print_unknown("rows", rows.select([1, 0]), tokenizer, "input_ids", "labels")
+    line = "rows: 3 tokens (50.0%) are <unk>, for characters that the tokenizer lacks. The model"
+    assert capfd.readouterr().out == f"{line} cannot learn them.\n"

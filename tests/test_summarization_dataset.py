@@ -183,7 +183,7 @@ def test_usual_columns_are_read(tmp_path, capsys):
     assert sd.Data(source_column="a", target_column="a").problems(None)
 
 
-def test_tokenized_rows_are_not_cut(tmp_path):
+def test_tokenized_rows_are_not_cut(tmp_path, capsys):
     rows = [{"input_ids": [5, i + 4, 1], "labels": [i + 4, 1]} for i in range(40)]
     path = write_rows(tmp_path / "x.jsonl", rows)
     flags = {"dataset": path, "source_length": 3, "target_length": 2}
@@ -197,6 +197,11 @@ def test_tokenized_rows_are_not_cut(tmp_path):
     write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "labels": [5, 6]}])
     with pytest.raises(Problem, match="labels do not end in EOS"):
         load(**flags)
+    line = "the rows have text, so their input_ids are not used"
+    assert line not in capsys.readouterr().out
+    write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "text": "a", "headline": "b"}] * 2)
+    load(dataset=path, val_dataset=(path,))
+    assert line in capsys.readouterr().out
 
 
 def words_tokenizer(template=True, vocabulary="abcdefgh"):
@@ -214,7 +219,7 @@ def words_tokenizer(template=True, vocabulary="abcdefgh"):
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_encoded_texts_end_with_eos(tmp_path, template):
+def test_encoded_texts_end_with_eos(tmp_path, template, capsys):
     rows = [{"text": "a b c d e f g h", "headline": "h g f e"}, {"text": "b", "headline": "a"}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     args = arguments(dataset=path, source_length=6, target_length=3, source_prefix="summarize: ")
@@ -223,16 +228,19 @@ def test_encoded_texts_end_with_eos(tmp_path, template):
     pairs = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
     assert pairs == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
+    lines = "drawn\n  1 reach --source-length 6, which cuts the rest\n  1 reach --target-length"
+    assert lines in capsys.readouterr().out
 
 
 def test_texts_that_the_tokenizer_changes_are_counted(tmp_path, capsys):
+    """A row's braces are unknown to the first tokenizer."""
     rows = [{"text": "a\nb", "headline": "b { } e"}] * 2
-    rows += [{"text": text, "headline": "b c d e"} for text in ("a </s> a", *37 * "a")]
+    rows += [{"text": x, "headline": "b c d e"} for x in ("a </s> a", "a  a", "a\ta", *35 * "a")]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    for tokenizer, count in ((words_tokenizer(), 3), (TOKENIZER, 1)):
+    for tokenizer, count in ((words_tokenizer(), 5), (TOKENIZER, 1)):
         sd.load(arguments(dataset=path, val_dataset=(path,)), tokenizer)
         out = capsys.readouterr().out
-        line = f"of {count} rows, the tokenizer loses the line breaks, or makes special tokens"
+        line = f"of {count} rows, the tokenizer loses line breaks, tabs or spaces, or makes special"
         assert out.count(line) == 2
     assert "«b { } e</s>» from a\nb" in out
 
