@@ -124,7 +124,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if spelled:
         print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
-    reading.print_unknown(name, documents, tokenizer, "input_ids")
+    reading.print_unknown(name, documents, tokenizer)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} times, {eos} ends a document")
     added = tokenizer("", verbose=False)["input_ids"]

@@ -152,7 +152,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
-    reading.print_unknown(name, documents, tokenizer, "input_ids")
+    reading.print_unknown(name, documents, tokenizer)
     spells = documents.with_format("numpy")["spells"][:]
     if count := np.count_nonzero(spells == 1):
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)

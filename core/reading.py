@@ -198,15 +198,14 @@ def print_unread_tokens(name: str, columns: Iterable[str]) -> None:
         print0(f"{name}: the rows have text, so their input_ids are not used")
 
 
-def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer, *columns: str) -> None:
-    """Print how many tokens in these columns are unknown. GPT-2's is EOS, which replaces none."""
-    unknown, rows = tokenizer.unk_token_id, samples.with_format("arrow")[:]
-    parts = [x.flatten() for column in columns for x in rows[column].chunks]
-    count = sum(np.count_nonzero(x.to_numpy() == unknown) for x in parts)
+def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer) -> None:
+    """Print how many tokens are unknown. GPT-2's unknown token is EOS, which replaces none."""
+    unknown = tokenizer.unk_token_id
+    chunks = samples.with_format("arrow")[:]["input_ids"].chunks
+    count = sum(np.count_nonzero(chunk.flatten().to_numpy() == unknown) for chunk in chunks)
     if count and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        share = count / sum(map(len, parts))
-        print0(f"{name}: {count:,} tokens ({share:.1%}) are {tokenizer.unk_token}, for characters "
-               "that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
+        print0(f"{name}: {count:,} tokens are {tokenizer.unk_token}, for characters that the "
+               "tokenizer lacks. The model cannot learn them.")  # fmt: skip
 
 
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:

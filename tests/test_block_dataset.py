@@ -204,7 +204,7 @@ def test_unknown_characters_are_counted(tmp_path, capfd):
     special = {"eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     load(write_rows(tmp_path / "x.jsonl", [{"text": "é"}, {"text": "a"}]), tokenizer)
-    assert "x.jsonl: 1 tokens (25.0%) are <unk>, for characters" in capfd.readouterr().out
+    assert "x.jsonl: 1 tokens are <unk>, for characters" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])

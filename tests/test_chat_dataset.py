@@ -416,7 +416,7 @@ def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
     expected = "2 rows spell special tokens, the first is row 1. Text of chats becomes"
     assert expected in capfd.readouterr().out
     load_documents(write(tmp_path / "unk.jsonl", [{"prompt": "<unk>", "completion": "b"}]))
-    assert "unk.jsonl: 1 tokens (1.8%) are <unk>" in capfd.readouterr().out
+    assert "unk.jsonl: 1 tokens are <unk>" in capfd.readouterr().out
 
 
 def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):

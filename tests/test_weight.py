@@ -21,10 +21,10 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2770, "full lines": 3461, "density": 7.64},
-    "gpt2_fsdp.py": {"core lines": 2706, "full lines": 3226, "density": 7.59},
-    "llama_fsdp.py": {"core lines": 3135, "full lines": 4371, "density": 7.73},
-    "core": {"lines": 1818},
+    "T5_training.py": {"core lines": 2769, "full lines": 3460, "density": 7.63},
+    "gpt2_fsdp.py": {"core lines": 2705, "full lines": 3225, "density": 7.58},
+    "llama_fsdp.py": {"core lines": 3134, "full lines": 4370, "density": 7.72},
+    "core": {"lines": 1817},
 }
 
 
