@@ -312,13 +312,8 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
 
     def text_of(turns: Turns, is_prompt: bool = False, tools: Turns | None = tools) -> str:
         try:
-            text = tokenizer.apply_chat_template(
-                turns,
-                tools,
-                chat_template=template,
-                add_generation_prompt=is_prompt,
-                tokenize=False,
-            )
+            options = {"add_generation_prompt": is_prompt, "tokenize": False}
+            text = tokenizer.apply_chat_template(turns, tools, chat_template=template, **options)
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template rejects the chat: {error}") from error
         return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
@@ -421,7 +416,8 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
     such token, so each answer then gets a document of its own, cut there.
     """
     call = partial(tokenizer, add_special_tokens=False, verbose=False)
-    special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    added = tokenizer.added_tokens_decoder.values()
+    special = [str(x) for x in added if x.special and not x.lstrip]
     # Tokens that strip the spaces after them, also those of an answer, as Phi 3's.
     strips = [i for i, x in tokenizer.added_tokens_decoder.items() if x.rstrip]
     known = 0  # characters whose tokens are in known_ids: the text before a special token

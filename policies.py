@@ -29,12 +29,12 @@ from core.weights import library_class
 # Buffers are never cast: in bf16, Llama's rotary angles are off by full rotations at position
 # 4096. Inputs are cast for each unit, because generation runs outside the root's forward.
 _policy = functools.partial(MixedPrecision, cast_forward_inputs=True)
-bfSixteen = _policy(torch.bfloat16, torch.bfloat16)  # of parameters, of reductions
+bfSixteen = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 PRECISIONS = {
     "bf16": bfSixteen,
-    "bf16-fp32-reduce": _policy(torch.bfloat16, torch.float32),
-    "fp16": _policy(torch.float16, torch.float16),
-    "fp32": _policy(torch.float32, torch.float32),
+    "bf16-fp32-reduce": _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16": _policy(param_dtype=torch.float16, reduce_dtype=torch.float16),
+    "fp32": _policy(param_dtype=torch.float32, reduce_dtype=torch.float32),
 }
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,

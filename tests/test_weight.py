@@ -23,7 +23,7 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 ABOVE = {
     "T5_training.py": {"core lines": 2769, "full lines": 3460, "density": 7.63},
     "gpt2_fsdp.py": {"core lines": 2705, "full lines": 3225, "density": 7.58},
-    "llama_fsdp.py": {"core lines": 3134, "full lines": 4370, "density": 7.72},
+    "llama_fsdp.py": {"core lines": 3130, "full lines": 4366, "density": 7.73},
     "core": {"lines": 1817},
 }
 
