@@ -99,7 +99,7 @@ def train(
     script.evaluate = lambda *_: False
     args.run.output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(StepsDone):
-        script.train(args, device, model, tokenizer, train_set, {}, shapes, None, False)
+        script.train(args, device, model, tokenizer, train_set, {}, shapes, None)
     return model
 
 
