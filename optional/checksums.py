@@ -3,7 +3,6 @@
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from core import checkpoint
 from core.ranks import Problem, on_every_rank, on_rank_zero, print0
 
 
-def save(path: Path, *job: Any, group: dist.ProcessGroup | None = None) -> None:
+def save(path: Path, *job: object, group: dist.ProcessGroup | None = None) -> None:
     """Save a checkpoint as `core.checkpoint.save`, then its sums. Call on all ranks."""
     checkpoint.save(path, *job, group=group)
     on_every_rank(write, path, group=group)
@@ -23,9 +22,7 @@ def write(path: Path) -> None:
     rank = dist.get_rank()
     own = [*path.glob(f"__{rank}_*"), *(path.glob("[!_c]*") if rank == 0 else ())]
     sums = {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in own}
-    temporary = path / f"crc-{rank}.tmp"
-    temporary.write_text(json.dumps(sums))
-    temporary.rename(temporary.with_suffix(".json"))
+    (path / f"crc-{rank}.json").write_text(json.dumps(sums))
 
 
 def find_intact(directory: Path) -> Path:
