@@ -339,7 +339,7 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
     decoder_input_ids = labels.masked_fill(labels == -100, pad_token_id).roll(1, dims=1)
     decoder_input_ids[:, 0] = decoder_start_token_id
     decoder_attention_mask = (labels != -100).long()
-    count = decoder_attention_mask.sum().item()
+    count = len(decoder_attention_mask.nonzero())
     decoder_attention_mask[:, 0] = 1
     return {
         "input_ids": pad(sources, pad_token_id, multiple),
@@ -348,5 +348,5 @@ def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
         "targets": count,
-        "tokens": count + attention_mask.sum().item(),
+        "tokens": count + len(attention_mask.nonzero()),
     }
