@@ -32,7 +32,7 @@ def main(plain: bool, output: str, flags: list[str]) -> None:
     script = importlib.import_module(SCRIPT)
     from core import ranks, weights
 
-    def load(args: Any, device: Any, model: Any, source: Any) -> Any:
+    def load(args: Any, device: Any, model: Any, blocks: Any, source: Any) -> Any:
         return model.apply(weights.Loader(model, source, device).fill)
 
     for name, value in script.MODEL.config_class().to_dict().items():
