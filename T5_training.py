@@ -31,7 +31,6 @@ from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.t5 import modeling_t5
 
-import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
@@ -72,7 +71,6 @@ class Args:
     optim: Optim = field(default_factory=Optim)
     sharding: policies.Sharding = field(default_factory=policies.Sharding)
     run: Run = field(default_factory=lambda: Run(output_dir=Path("output/T5_training")))
-    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     summaries: rouge.Rouge = field(default_factory=rouge.Rouge)  # optional: rouge
     track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
@@ -224,7 +222,6 @@ def train(
     torch.manual_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
-    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
         state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
@@ -301,7 +298,6 @@ def train(
             continue
         if bad_step > 0 or scaler.get_scale() < 1:
             bad = bad_step.item() or step
-            save.wait()  # optional: async_save
             raise Problem(f"The gradient norm of step {bad} is not finite, in samples "
                 f"{sampler.samples(bad - 1).tolist()}. Check them, or lower --lr.")  # fmt: skip
         if log_due:
@@ -319,10 +315,8 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save.settle()  # optional: async_save
                     is_full = run.checkpoint_type == "full"
                     save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    save.wait(is_last or is_stopping)  # optional: async_save
                     ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)

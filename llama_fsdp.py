@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama import modeling_llama
 
 import chat_dataset
-import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
@@ -78,7 +77,6 @@ class Args:
     paging: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
-    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
 
@@ -248,7 +246,6 @@ def train(
     torch.manual_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
-    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
         state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
@@ -325,7 +322,6 @@ def train(
             continue
         if bad_step > 0 or scaler.get_scale() < 1:
             bad = bad_step.item() or step
-            save.wait()  # optional: async_save
             raise Problem(f"The gradient norm of step {bad} is not finite, in samples "
                 f"{sampler.samples(bad - 1).tolist()}. Check them, or lower --lr.")  # fmt: skip
         if log_due:
@@ -343,10 +339,8 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save.settle()  # optional: async_save
                     is_full = run.checkpoint_type == "full"
                     save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    save.wait(is_last or is_stopping)  # optional: async_save
                     ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)

@@ -57,14 +57,12 @@ from core import checkpoint, ranks
 from core.export import EXPORT_DTYPES, export_model
 from core.ranks import to_device
 from core.steps import StepSampler, parameter_groups
-from optional import async_save, checksums, safe_checkpoint
+from optional import checksums, safe_checkpoint
 
 OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
     "ours-fsdp1-full": ["--fsdp", "1", "--checkpoint-type", "full"],
-    "ours-fsdp1-async": ["--fsdp", "1", "--async-save"],
     "ours-fsdp2": ["--fsdp", "2"],
-    "ours-fsdp2-async": ["--fsdp", "2", "--async-save"],
 }
 
 
@@ -89,13 +87,6 @@ class Ours:
         self.state = checkpoint.new_state(
             __file__, self.model, self.shapes, [], self.optimizer, sampler, self.args
         )
-        saves, minutes = self.args.saves, self.args.run.timeout_minutes
-        self.saver = async_save.Saver(self.save_and_note, saves, self.model, minutes)
-
-    def save_and_note(self, *job: Any, **options: Any) -> None:
-        """Save, and say that the save is on the disk."""
-        checksums.save(*job, **options)
-        self.note()
 
     def step(self) -> None:
         """Make a step, as the peers do."""
@@ -106,18 +97,16 @@ class Ours:
         self.steps += 1
 
     def save(self, note: Callable[..., None]) -> None:
-        """Save, and call `note` when the save is on the disk, maybe later."""
+        """Save, and call `note` when the save is on the disk."""
         path = self.checkpoints / f"step-{self.steps:08d}"
         full = self.args.run.checkpoint_type == "full"
-        self.note = note
-        self.saver.settle()
         tensors = checkpoint.snapshot(self.model, self.optimizer, self.state)
-        self.saver(path, tensors, self.state, full)
+        checksums.save(path, tensors, self.state, full)
+        note()
         ranks.on_rank_zero(checkpoint.prune, self.checkpoints, 1, path)
 
     def wait(self) -> None:
-        """Wait for a save in the background."""
-        self.saver.wait()
+        """Do nothing: the save is on the disk."""
 
     def resume(self) -> float:
         """Resume from the newest checkpoint; return the time when it is restored."""

@@ -123,21 +123,15 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
     return {name: dict(zip(keys, tensors.values(), strict=True))}
 
 
-def save(
-    path: Path, tensors: dict[str, Any], state: dict[str, Any], full: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> None:  # fmt: skip
+def save(path: Path, tensors: dict[str, Any], state: dict[str, Any], full: bool = False) -> None:
     """Write a checkpoint of a snapshot, `tensors`, and of `state`, which JSON can hold, to `path`.
-    A thread needs a `group` of its own. Raise OSError on all ranks if it fails."""
-    copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
-    group = group or ranks.cpu_group
+    Raise OSError on all ranks if it fails."""
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
-    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=copy_ahead)
     try:
-        on_rank_zero(shutil.rmtree, path, True, group=group)  # of an interrupted save
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        on_rank_zero(_finish, path, state, full, group=group)
+        on_rank_zero(shutil.rmtree, path, True)  # of an interrupted save
+        dcp.save(tensors, checkpoint_id=path, planner=planner, process_group=ranks.cpu_group)
+        on_rank_zero(_finish, path, state, full)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk

@@ -73,25 +73,25 @@ def host_sums(numbers: Sequence[int]) -> list[int]:
     return sums.tolist()
 
 
-def on_every_rank(function: Callable[..., Any], *args: Any, group: Any = None) -> list[Any]:
+def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function` on each rank; return the results of all ranks. If it raises an OSError or
-    ValueError, raise the lowest rank's error on all ranks. `group` is that of another thread."""
+    ValueError, raise the lowest rank's error on all ranks."""
     try:
         outcome = function(*args), None
     except (OSError, ValueError) as error:
         outcome = None, error.with_traceback(None)  # frames would keep their variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome, group=group or cpu_group)
+    dist.all_gather_object(outcomes, outcome, group=cpu_group)
     for _, error in outcomes:
         if error is not None:
             raise error
     return [result for result, _ in outcomes]
 
 
-def on_rank_zero(function: Callable[..., Any], *args: Any, group: Any = None) -> Any:
+def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on rank 0 only; return its result, or raise its error, on all ranks."""
     run = function if dist.get_rank() == 0 else lambda *_: None
-    return on_every_rank(run, *args, group=group)[0]
+    return on_every_rank(run, *args)[0]
 
 
 def local_main_process_first(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,10 +11,10 @@ from core import checkpoint
 from core.ranks import Problem, on_every_rank, on_rank_zero, print0
 
 
-def save(path: Path, *job: object, group: dist.ProcessGroup | None = None) -> None:
+def save(path: Path, *job: object) -> None:
     """Save a checkpoint as `core.checkpoint.save`, then its sums. Call on all ranks."""
-    checkpoint.save(path, *job, group=group)
-    on_every_rank(write, path, group=group)
+    checkpoint.save(path, *job)
+    on_every_rank(write, path)
 
 
 def write(path: Path) -> None:

@@ -215,7 +215,7 @@ def test_one_rank_resumes_two(flags, wide_llama, tmp_path):
     one = [*common, "--batch-size", "4"]
     one_run, resumed_run = tmp_path / "whole", tmp_path / "parts"
     assert start(llama_fsdp, *one, "--output-dir", one_run) == 0
-    two = [*common, "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
+    two = [*common, "--batch-size", "2", "--checkpoint-type", "full"]
     killed = ["llama_fsdp", 0, 7, *two, "--output-dir", resumed_run]
     assert launch(2, "tests/workers/killed.py", *killed, check=False).returncode
     assert start(llama_fsdp, *one, "--output-dir", resumed_run) == 0

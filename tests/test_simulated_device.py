@@ -19,16 +19,15 @@ pytestmark = [
 # Each entry resumes from the checkpoint of the previous one.
 CHAIN = [
     ["--precision", "bf16"],
-    ["--precision", "bf16", "--cpu-offload", "--async-save"],
-    ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full", "--async-save"],
+    ["--precision", "bf16", "--cpu-offload"],
+    ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full"],
     ["--precision", "fp16"],
-    ["--precision", "fp16", "--strategy", "shard_grad_op", "--checkpoint-type", "full",
-     "--async-save"],
+    ["--precision", "fp16", "--strategy", "shard_grad_op", "--checkpoint-type", "full"],
     ["--precision", "fp16", "--cpu-offload"],
     ["--precision", "fp16", "--strategy", "ddp"],
     ["--precision", "fp32", "--strategy", "ddp"],
-    ["--fsdp", "2", "--precision", "bf16", "--cpu-offload", "--async-save"],
-    ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op", "--async-save"],
+    ["--fsdp", "2", "--precision", "bf16", "--cpu-offload"],
+    ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op"],
 ]  # fmt: skip
 
 

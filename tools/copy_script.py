@@ -1,6 +1,6 @@
 """Copy a script, the modules that it imports, and what makes them a project of their own.
 
-python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers async_save
+python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers watchdog
 
 The copy has the license, the requirements, launch.slurm, two tools, a README and a test.
 --without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.

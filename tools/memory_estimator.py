@@ -13,7 +13,7 @@ and one forward pass shows which tensors autograd keeps.
 --reserve-gb: for the CUDA context, NCCL's buffers, workspaces of kernels, and memory that the
 allocator reserves but does not use (32.14 GiB for 23.58 GiB active in torchtitan's issue 165, less
 with PYTORCH_ALLOC_CONF=expandable_segments:True). CPU memory excludes the processes and the page
-cache, and the copies of --async-save and of --checkpoint-type full. With --accumulate-no-sync every
+cache, and the copy of --checkpoint-type full. With --accumulate-no-sync every
 GPU also holds the whole gradient. DDP is shown with the activations of FSDP; autocast keeps 5%
 (GPT-2, T5) to 22% (Llama) more, because residuals and norms stay in fp32.
 """
