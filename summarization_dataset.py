@@ -30,8 +30,6 @@ from core.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 SPLITS = ("train", "validation", "test")  # 98, 1 and 1 percent of WikiHow's titles
-# Validation is last, so that a title in two lists is not trained on.
-TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
@@ -56,7 +54,7 @@ class Data:
     val_dataset: Names = ()
     """data to validate on instead of a part of each --dataset, for example wikihow:test"""
     data_dir: Path = Path("data")
-    """directory of WikiHow's CSV files and title lists"""
+    """directory of WikiHow's CSV files"""
     wikihow_part: Literal[*WIKIHOW] = "all"
     """whole articles or paragraphs"""
     dataset_config: str | None = None
@@ -113,33 +111,21 @@ def load_rows(spec: str, args: Data, tokenizer: Tokenizer) -> reading.Parts:
 
 
 def load_wikihow(args: Data) -> reading.Parts:
-    """Return WikiHow's rows as PAIR and KEY by split: that of the title lists or, without lists,
-    SPLITS by a hash of the title. Rows that WikiHow's authors would drop are left out.
-
-    Raise Problem if the file is missing.
-    """
+    """Return WikiHow's rows as PAIR and KEY by split: SPLITS by a hash of the title. Rows that
+    WikiHow's authors would drop are left out. Raise Problem if the file is missing."""
     directory = args.data_dir.expanduser()
     path = directory / WIKIHOW[args.wikihow_part]
     if not path.is_file():
-        raise Problem(f"--dataset wikihow needs {path}. Get it from "
-                      "https://github.com/mahnazkoupaee/WikiHow-Dataset.")  # fmt: skip
+        raise Problem(f"{path} is missing: see https://github.com/mahnazkoupaee/WikiHow-Dataset")
     rows = reading.read(str(path))["train"]
-    titles = {}
-    for split, name in TITLE_LISTS.items():
-        path = directory / name
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
-            titles |= {title_key(line): split for line in lines}
 
     def clean(row: dict[str, str]) -> list[dict[str, Any]]:
         text, summary, title = map(row.get, WIKIHOW_COLUMNS)
-        text, summary, key = text.strip(), summary.strip(), title_key(title)
+        text, summary = text.strip(), summary.strip()
         if not summary or len(summary) >= 0.75 * len(text):
             return []
-        if titles and key not in titles:
-            return []
-        number = stable_hash(key or text)
-        split = titles.get(key) or SPLITS[max(0, number % 100 - 97)]
+        number = stable_hash("".join(filter(str.isalnum, title)) or text)
+        split = SPLITS[max(0, number % 100 - 97)]
         text = re.sub(r"\.+[\r\n]+,", ".\n", text)
         summary = summary.replace(".,", ".")
         text, summary = (re.sub(r"\s*[\r\n]\s*", " ", x) for x in (text, summary))
@@ -147,18 +133,13 @@ def load_wikihow(args: Data) -> reading.Parts:
 
     features = PAIR | KEY | {"split": Value("string")}
     names = WIKIHOW_COLUMNS
-    rows = reading.map_rows("wikihow", rows, names, clean, features, args.bad_rows, titles)
+    rows = reading.map_rows("wikihow", rows, names, clean, features, args.bad_rows)
     splits = np.array(rows["split"][:])
     rows = rows.remove_columns("split")
     parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     print0(f"wikihow: {sizes} rows")
     return parts
-
-
-def title_key(title: str) -> str:
-    """Return a title's letters and digits, to match it with file names in WikiHow's split lists."""
-    return "".join(filter(str.isalnum, title))
 
 
 def stable_hash(key: str) -> int:
@@ -261,8 +242,7 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = *key, reading.tokenizer_digest(tokenizer)
     rows = reading.map_rows(spec, rows, PAIR, encode_pair, features, args.bad_rows, *key)
     if count := sum(rows["is_changed"][:]):
-        print0(f"{spec}: of {count:,} rows, the tokenizer loses line breaks, tabs or spaces, or "
-               f"makes special tokens such as {tokenizer.unk_token}")  # fmt: skip
+        print0(f"{spec}: in {count:,} rows, the tokenizer loses line breaks, spaces or characters")
     return rows.remove_columns("is_changed")
 
 
@@ -277,8 +257,7 @@ def collator(model: nn.Module) -> Callable:
         start, padding = config.decoder.bos_token_id, config.decoder.pad_token_id
     rows = range(config.get_text_config().vocab_size)
     if start not in rows or padding not in rows:
-        raise Problem(f"The model's decoder start token is {start}, and its padding token {padding}"
-                      ". Set decoder_start_token_id and pad_token_id in config.json.")  # fmt: skip
+        raise Problem(f"decoder_start_token_id {start} or pad_token_id {padding} is no token.")
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 

@@ -119,20 +119,6 @@ def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
         assert title in titles[split]
 
 
-def test_title_lists_define_the_splits(tmp_path, capsys):
-    eyes = [(f"{t} Cat's  Eyes, Quickly{i}", h, x) for i, (t, h, x) in enumerate(articles(9))]
-    write_wikihow(tmp_path, eyes)
-    keys = [f"Howto{i}CatsEyesQuickly{i}" for i in range(9)]  # as in the real lists
-    lists = {"train": keys[:4], "val": keys[4:6] + keys[3:4], "test": keys[6:7]}
-    for name, titles in lists.items():
-        (tmp_path / f"all_{name}.txt").write_text("".join(f"{title}\n" for title in titles))
-    train, val = load(data_dir=tmp_path)
-    assert [summary for _, summary in train] == ["Do 0.", "Do 1.", "Do 2."]
-    assert [summary for _, summary in val] == ["Do 3.", "Do 4.", "Do 5."]  # 3 is in both lists
-    out = capsys.readouterr().out
-    assert "wikihow: 7 samples of 9 rows" in out and "train 3, validation 3, test 1" in out
-
-
 def test_wikihow_errors_are_one_message(tmp_path):
     with pytest.raises(Problem, match="mahnazkoupaee/WikiHow-Dataset"):
         load(data_dir=tmp_path)
