@@ -76,8 +76,7 @@ def hold_out(name: str, rows: Dataset) -> reading.Parts:
     """Split blocks into `train` and `validation`, the last 5%. Raise Problem if too few."""
     count = len(rows)
     if count < 2:
-        raise Problem(f"Data set {name} gives {count} blocks, so none can be held out for "
-                      "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
+        raise Problem(f"{name} has {count} blocks. Pass --val-dataset, or a smaller --block-size.")
     first = count - max(1, count // 20)
     return {"train": rows.select(range(first)), "validation": rows.select(range(first, count))}
 

@@ -156,8 +156,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     spells = documents.with_format("numpy")["spells"][:]
     if count := np.count_nonzero(spells == 1):
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
-        print0(f"{name}: {count:,} rows spell special tokens, the first is row {row:,}. Text of "
-               "chats becomes the token, that of documents stays plain text")  # fmt: skip
+        print0(f"{name}: {count:,} rows spell special tokens (see row {row:,}); chats get them")
     return documents
 
 
@@ -214,8 +213,7 @@ def read_chat(row: Row, form: Sequence[str]) -> Chat:
         turns = [{"train": False} | x if x.get("role") == "assistant" else x for x in turns]
         answers = as_objects(row.get(form[1]), form[1], "assistant")
         if answers[0].get("role") != "assistant":
-            raise ValueError(f"{form[1]} does not start with the assistant. If it is a whole chat, "
-                             "write it as messages")  # fmt: skip
+            raise ValueError(f"{form[1]} does not start with the assistant. Use messages")
         turns += answers
     system = row.get("system") or row.get("system_prompt")
     if system and system != turns[0].get("content"):
@@ -331,16 +329,14 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
         prompt, text = text_of(turns[:i], is_prompt=True), text_of(turns[: i + 1])
         if not text.startswith(prompt):
             raise Problem(f"turn {i + 1}: the chat template does not start the answer with its "
-                          "generation prompt, so training would differ from use. If the prompt "
-                          "opens <think>, the answers need reasoning_content. Or pass "
-                          "--chat-template chatml, which opens none")  # fmt: skip
+                          "generation prompt. If that opens <think>, add reasoning_content to the "
+                          "answers, or pass --chat-template chatml")  # fmt: skip
         answer = text[len(prompt) :]
         if turns[i - 1]["role"] == "tool":  # Gemma 4 goes on in the turn of the call
             question = [{"role": "user", "content": "?"}]
             header = text_of(question, is_prompt=True).removeprefix(text_of(question)).strip()
             if header and answer.lstrip().startswith(header):
-                raise Problem(f"turn {i + 1}: the chat template starts the answer with a header "
-                              f"that its prompt lacks after a tool's turn. {ADVICE}")  # fmt: skip
+                raise Problem(f"turn {i + 1}: the prompt after a tool lacks a header. {ADVICE}")
         if not is_ended or not text.startswith(documents[-1][0]):
             documents.append(("", []))
             checked = 0
@@ -390,8 +386,7 @@ def check_reasoning(turn: Row, text: str) -> None:
     """Raise ValueError unless the text of an answer has the reasoning of its turn once."""
     thoughts = turn["content"].count("</think>") or 1
     if text.count("</think>") > thoughts + ("reasoning_content" in turn):
-        raise ValueError("the chat template adds </think> to an answer that has one. Write the "
-                         "reasoning as reasoning_content")  # fmt: skip
+        raise ValueError("the chat template adds </think>. Use reasoning_content")
     before, _, thought = turn["content"].rpartition("</think>")[0].rpartition("<think>")
     for part in (before, thought, turn.get("reasoning_content", ""), turn.get("thinking", "")):
         find(part, text, 0, "assistant")
@@ -476,8 +471,7 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     for (before, label), token in zip(itertools.pairwise(labels), ids[1:], strict=True):
         if token == tokenizer.eos_token_id and label == -100 != before:  # taken for padding
-            raise ValueError("labels exclude the EOS after a target, so the model would not learn "
-                             "to stop")  # fmt: skip
+            raise ValueError("labels exclude the EOS after a target: the model would not stop")
     return ids, labels
 
 
@@ -489,11 +483,9 @@ def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int
     kept = np.flatnonzero(cut < 2)
     print0(f"{name}, {split}: {len(kept):,} of {len(rows):,} documents")
     if count := np.count_nonzero(cut):
-        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out if their answers "
-               "start later")  # fmt: skip
+        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out: answers later")
     if 2 * len(kept) < len(rows):
-        raise Problem(f"{name}: in most documents, the answers start after --max-seq-length "
-                      f"{length}. Pass a larger one.")  # fmt: skip
+        raise Problem(f"{name}: most answers start after --max-seq-length {length}. Raise it.")
     return rows.select_columns(["input_ids", "labels"]).select(kept)
 
 

@@ -14,6 +14,7 @@ crosses document boundaries here, but not in llama_fsdp.py.
 
 import re
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, ByT5Tokenizer
@@ -173,6 +175,15 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     return model, blocks, tokenizer, source
 
 
+def size_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, smallest: int, tied: Tensor
+) -> bool:
+    """Return whether FSDP wraps a module: if it has `smallest` parameters or more. The embedding
+    and the head share the weight `tied`, so both must be in the root unit."""
+    is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
+    return is_large and (recurse or tied not in set(module.parameters()))
+
+
 def wrap_model(
     args: Args, device: torch.device, model: nn.Module, blocks: policies.Classes,
     source: weights.Source,
@@ -183,7 +194,8 @@ def wrap_model(
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(blocks)
     if args.model.wrap != "block":
-        policy = policies.size_policy(model, int(args.model.wrap.removeprefix("size:")))
+        smallest, tied = int(args.model.wrap[5:]), model.get_output_embeddings().weight
+        policy = partial(size_policy, smallest=smallest, tied=tied)
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":

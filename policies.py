@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -76,12 +76,10 @@ class Sharding:
             return ["--strategy ddp needs --fsdp 1, without --cpu-offload."]
         if self.cpu_offload and self.fsdp == 1 and is_unsafe:
             # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-            return ["--cpu-offload needs --fsdp 2, or several processes, and --accumulate-no-sync "
-                    "if gradients are accumulated."]  # fmt: skip
+            return ["--cpu-offload needs --fsdp 2, or several processes and --accumulate-no-sync."]
         # A group of 1 never synchronizes gradients.
         if self.strategy == "hybrid_shard" and (group == 1 or processes % group):
-            return ["--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
-                    "processes."]  # fmt: skip
+            return ["hybrid_shard needs a --shard-group-size above 1 that divides the processes."]
         return []
 
 
@@ -109,8 +107,7 @@ def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Cl
     units = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
     if isinstance(model, own):
         if missing := [x.__name__ for x in units if not issubclass(x, blocks)]:
-            raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {', '.join(missing)}. "
-                          "List the classes of all layers of the model.")  # fmt: skip
+            raise Problem(f"BLOCKS lacks {', '.join(missing)}. List all layers of {own.__name__}.")
         units = blocks
     names = ", ".join(x.__name__ for x in units)
     print0(f"{library_class(type(model)).__name__}, units: {names}, {model.num_parameters():,} "
@@ -124,19 +121,6 @@ def wrap_policy(blocks: Classes) -> functools.partial:
     # On one process FSDP1 always falls back to NO_SHARD, with three different warnings.
     warnings.filterwarnings("ignore", message=r".*NO_SHARD")
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
-
-
-def size_policy(model: nn.Module, smallest: int) -> Callable[..., bool]:
-    """Return an auto-wrap policy that makes modules of `smallest` parameters or more FSDP units,
-    but not the head and an embedding tied to it: both uses of a weight must be in the root unit."""
-    tied = model.get_output_embeddings().weight
-    in_root = {module for module in model.modules() if tied in set(module.parameters())}
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
-        return is_large and (recurse or module not in in_root)
-
-    return policy
 
 
 def device_mesh(device: torch.device, args: Sharding, timeout_minutes: float) -> DeviceMesh:

@@ -87,10 +87,9 @@ def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
     saved = json.loads((path / STATE).read_text())
     was = saved["identity"]
     if differ := [f"{k} is {x}, was {was.get(k)}" for k, x in identity.items() if x != was.get(k)]:
-        raise Problem(f"{path} was saved by a different run: {'; '.join(differ)}. Pass the model "
-                      f"({saved['flags'].get('model_name')}), data and flags of that run "
-                      f"(--global-batch-size {was['global batch']} keeps its batch), or another "
-                      "--output-dir.")  # fmt: skip
+        raise Problem(f"{path} was saved by a different run: {'; '.join(differ)}. Pass its model "
+                      f"({saved['flags'].get('model_name')}), data, flags and --global-batch-size "
+                      f"{was['global batch']}, or another --output-dir.")  # fmt: skip
     return saved
 
 
@@ -98,9 +97,8 @@ def check_evaluated(output: Path, model_name: str) -> None:
     """Raise Problem if `output` has a run, whose weights are not those of the model. Any rank."""
     parent = Path(model_name).absolute().parent  # best/ and final/ may be links
     if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
-        raise Problem(f"--model-name {model_name} is not the model of the run in --output-dir "
-                      f"{output}. Pass --model-name {output}/final, or with adapters the run's "
-                      "flags, or another --output-dir.")  # fmt: skip
+        raise Problem(f"--model-name {model_name} is not the run in {output}. Pass --model-name "
+                      f"{output}/final, or for adapters the run's flags.")  # fmt: skip
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +108,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> d
     del moments["param_groups"]  # settings, which a resume takes from its flags
     are_tensors = all(isinstance(x, Tensor) for x in pytree.tree_leaves(moments))
     if settings(optimizer) != state["settings"] or not are_tensors:
-        raise Problem("Checkpoints contain only tensors of the optimizer's `state`. It changes "
-                      "others, or values in its param_groups. Keep them as tensors.")  # fmt: skip
+        raise Problem("Only tensors in `state` are saved, but the optimizer changes other values.")
     return {"model": model_weights(model), "optimizer": moments} | _random_states()
 
 
@@ -176,8 +173,7 @@ def find_newest(output: Path) -> Path | None:
         return complete[-1]
     status = (output / "status").read_text()
     if re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}")):
-        raise Problem(f"No checkpoint in {directory} is intact, but the run had some. Restore one, "
-                      "or pass another --output-dir.")  # fmt: skip
+        raise Problem(f"No checkpoint in {directory} is intact. Pass another --output-dir.")
     return None
 
 
@@ -211,26 +207,23 @@ def load(
         # parameter's: with none left, PyTorch would create them again.
         for parameter in list(optimizer.state)[1:]:
             del optimizer.state[parameter]
-    names = on_rank_zero(_with_moments, path)
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
+    # Those that have had a gradient, and so have moments in the checkpoint.
     moments["state"] = {name: x for name, x in moments["state"].items() if name in names}
     read(path, {"optimizer": {"state": moments["state"]}})
     dcp_state.set_optimizer_state_dict(model, optimizer, moments, options=options)
     size = dist.get_world_size()
     if saved["processes"] == size:  # last, because the above draws numbers
         read(path, states := _random_states())
-        for generator, value in zip(_generators(), states["random"].values(), strict=True):
-            generator.set_rng_state(value)
+        cpu, *device = states["random"].values()
+        torch.set_rng_state(cpu)
+        if device:
+            torch.get_device_module().set_rng_state(*device)
     else:
         torch.manual_seed(state["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
         print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
     return saved | {name: state[name] for name in ("identity", "flags", "settings")}
-
-
-def _with_moments(path: Path) -> set[str]:
-    """Return the names of the parameters that have had a gradient, and so have moments in a
-    checkpoint. Rank 0 only."""
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -257,14 +250,12 @@ def model_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if plain_name(name) in firsts}
 
 
-def _generators() -> list[Any]:
-    """Return the modules of this rank's random generators, which dropout draws from."""
-    has_device = torch.accelerator.is_available()
-    return [torch, torch.get_device_module()] if has_device else [torch]
-
-
 def _random_states() -> dict[str, dict[str, Tensor]]:
-    return extra_state("random", {x.__name__: x.get_rng_state() for x in _generators()})
+    """Return the states of this rank's random generators, which dropout draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        states["device"] = torch.get_device_module().get_rng_state()
+    return extra_state("random", states)
 
 
 def read(path: Path, tensors: dict[str, Any]) -> None:

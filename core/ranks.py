@@ -112,8 +112,7 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         others = [each[name] for each in everyone if each[name] != value]
         if others:
-            raise Problem(f"{name} is {value} on one rank and {others[0]} on another. Give all "
-                          "nodes the same flags, model and data.")  # fmt: skip
+            raise Problem(f"{name} is {value} on one rank, {others[0]} on another. Use one.")
     return values
 
 

@@ -172,13 +172,12 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
     try:
         row = parse(rows.with_format("arrow")[:1].to_pylist()[0])
     except (ValueError, IndexError) as error:
-        raise Problem(f"The first row of data set {name} cannot be read: {error}. Write a JSON "
-                      "object on each line.") from None  # fmt: skip
+        problem = f"The first row of {name} cannot be read: {error}. Write an object per line."
+        raise Problem(problem) from None
     columns = [x for x in row.values() if isinstance(x, dict | list)]
     is_table = len(columns) == len(row) and len({*map(len, columns)}) == 1
     if len(rows) == 1 and is_table and any({*map(type, x)} in TABLE_TYPES for x in columns):
-        raise Problem(f"Data set {name} is a whole table as one row, such as pandas' to_json "
-                      "writes. Pass orient='records' and lines=True to it.")  # fmt: skip
+        raise Problem(f"{name} is a table in a row. Pass orient='records', lines=True to to_json.")
     return row
 
 
@@ -204,8 +203,7 @@ def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer) -> None:
     chunks = samples.with_format("arrow")[:]["input_ids"].chunks
     count = sum(np.count_nonzero(chunk.flatten().to_numpy() == unknown) for chunk in chunks)
     if count and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        print0(f"{name}: {count:,} tokens are {tokenizer.unk_token}, for characters that the "
-               "tokenizer lacks. The model cannot learn them.")  # fmt: skip
+        print0(f"{name}: {count:,} tokens are {tokenizer.unk_token}, as the tokenizer lacks them")
 
 
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:
@@ -296,8 +294,7 @@ def token_ids(
             continue
         ignored = [*range(len(values))] if name == "position_ids" else [1] * len(values)
         if isinstance(values[0], int | float) and values != ignored:
-            raise ValueError(f"{name} is not read, and not all 1. Remove the tokens that it "
-                             "excludes, or split the documents that it separates")  # fmt: skip
+            raise ValueError(f"{name} is not read, and not all 1. Remove or split what it excludes")
     ids = row.get(column)
     if not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{column} is empty or not a list of integers")
@@ -318,8 +315,7 @@ def hold_out(name: str, rows: Dataset) -> Parts:
     keys = rows.with_format("numpy")["key"][:]
     first = np.sort(keys)[min(max(1, len(keys) // 20), len(keys) - 1)]
     if first == keys.min():
-        raise Problem(f"Data set {name} has too few different rows, so none can be held out for "
-                      "validation. Pass --val-dataset.")  # fmt: skip
+        raise Problem(f"{name} has too few different rows to hold some out. Pass --val-dataset.")
     parts = {"train": keys >= first, "validation": keys < first}
     return {split: rows.select(np.flatnonzero(mask)) for split, mask in parts.items()}
 

@@ -104,8 +104,7 @@ def schedule(
 ) -> Callable[[int], float]:
     """Return a function from the number of steps done to the factor of the learning rate."""
     if kind != "step" and warmup_steps >= total_steps > 1:
-        raise Problem(f"The warm-up has {warmup_steps} steps, but the run only {total_steps}. "
-                      "Lower --warmup-steps or --warmup-ratio.")  # fmt: skip
+        raise Problem(f"The warm-up has {warmup_steps} of {total_steps} steps. Lower --warmup-*.")
 
     def factor(done: int) -> float:
         if kind == "step":

@@ -92,9 +92,8 @@ def find_columns(
     is_chosen = form == (args.prompt_column, args.completion_column)  # by flags
     preferences = [x for x in PREFERENCES if x in columns]
     if preferences and not is_chosen:
-        raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
-                      "another loss. To train on the chosen answers, pass --prompt-column and "
-                      "--completion-column, or write them as rows of messages.")  # fmt: skip
+        raise Problem(f"{name} has preferences ({', '.join(preferences)}). To train on the chosen "
+                      "answers, pass --prompt-column and --completion-column.")  # fmt: skip
     form = form or next((usual for usual in FORMATS if columns.keys() >= {*usual}), ())
     read = (*form, *inputs_of(form), *READ)
     unread = [x for x in columns if x not in read]
@@ -103,8 +102,7 @@ def find_columns(
     if form or "input_ids" in columns:
         return form
     if "role" in columns:
-        raise Problem(f"Data set {name} has single turns. Write each path from a prompt to an "
-                      "answer as one row of messages.")  # fmt: skip
+        raise Problem(f"{name} has a row per turn. Write each chat as one row of messages.")
     if args.text_column in columns:
         return ()
     return usual_columns(name, [x for x in columns if x not in READ], PAIRS) or ()
@@ -121,8 +119,7 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
     has_tags = form[0] in ("messages", "prompt", "conversations", "conversation")
     for key in ("label", "kto_tag") if has_tags else ("kto_tag",):
         if str(row.get(key)).lower() == "false":
-            raise Problem(f"a row has {key} false, so its answer is a bad example (KTO), which "
-                          "needs another loss. Delete such rows, or the column.")  # fmt: skip
+            raise Problem(f"a row has {key} false, as KTO needs. Delete such rows, or the column.")
     if not is_trained(row, "row"):
         raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
     result = {key: value for key, value in row.items() if key not in COLUMNS}

@@ -32,10 +32,9 @@ def _hold(directory: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         owner = os.read(file, 1000).decode(errors="replace") or "another run"
-        raise Problem(f"--output-dir {directory} is in use by {owner}. Pass another one, or delete "
-                      f"{directory}/lock if that run has ended.") from None  # fmt: skip
+        problem = f"--output-dir {directory} is in use by {owner}. Pass another one."
+        raise Problem(problem) from None
     except OSError as error:
-        print0(f"The file system of {directory} has no locks ({error.strerror}): start only one "
-               "run in it at a time.")  # fmt: skip
+        print0(f"{directory} has no locks ({error.strerror}): start one run at a time in it.")
     os.truncate(file, 0)
     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -92,8 +92,7 @@ def add(
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if others := adapted - layers.keys():  # such as experts
-        raise Problem(f"--lora-targets names {min(others)} too, which is not a projection of a "
-                      "block. Pass only the projections of the attention.")  # fmt: skip
+        raise Problem(f"--lora-targets: {min(others)} is not a projection of a block. Pass others.")
     config.inference_mode = True  # the value that peft saves
     config.target_modules = targets  # sorted: the order of peft's set differs between runs
     file = Path(model.config.name_or_path) / "config.json"
@@ -131,8 +130,7 @@ def projections(
     layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
     names = {name.rpartition(".")[2] for name in layers}
     if unknown := set(chosen) - names:
-        raise Problem(f"--lora-targets {min(unknown)}: no such projection. Pass some of "
-                      f"{', '.join(sorted(names))}.")  # fmt: skip
+        raise Problem(f"--lora-targets {min(unknown)} is none of {', '.join(sorted(names))}.")
     return layers, sorted(set(chosen or names))
 
 
@@ -151,8 +149,7 @@ def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tok
     untrained = [token for token, row in rows.items() if counts[row] > 1 or not any(row)]
     if untrained:
         ranks.print0(f"The base has no trained embeddings of {' '.join(untrained)}, and adapters "
-                     "freeze them. Pass --chat-template llama-2, whose markers are plain text, or "
-                     "train all weights.")  # fmt: skip
+                     "freeze them. Pass --chat-template llama-2 or train all weights.")  # fmt: skip
 
 
 def export_model(
@@ -210,8 +207,7 @@ class Linear4bit(nn.Linear):
         Quantize whole tensors, because the second quantization takes the mean of all scales.
         """
         if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
-            raise Problem(f"--load-in-4bit: bitsandbytes gives wrong results for width "
-                          f"{weight.shape[1]} on a CPU. Use a GPU.")  # fmt: skip
+            raise Problem(f"bitsandbytes is wrong for width {weight.shape[1]} on a CPU. Use a GPU.")
         from bitsandbytes.functional import quantize_4bit
 
         packed, self.quant_state = quantize_4bit(

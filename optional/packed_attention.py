@@ -52,8 +52,7 @@ def set_kernel(
     config._attn_implementation = name
     if name in ("flash", "varlen"):
         if not is_packed:
-            raise Problem(f"--attention {name}: {kind.__name__} needs a mask, dropout or attention "
-                          "of its own. Pass --attention sdpa or eager.")  # fmt: skip
+            raise Problem(f"--attention {name} does not fit {kind.__name__}. Pass sdpa or eager.")
         register(varlen_kernel(name, precision), length)
         config._attn_implementation = "packed"
     print0(f"attention: {name}")
@@ -80,8 +79,7 @@ def varlen_kernel(name: str, precision: str) -> Function:
         return per_document
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     if not has_gpu or precision == "fp32":
-        raise Problem(f"--attention {name} needs a GPU of compute capability 8.0 or newer, and "
-                      "--precision bf16 or fp16.")  # fmt: skip
+        raise Problem(f"--attention {name} needs an Ampere GPU or newer, and bf16 or fp16.")
     if name == "flash":
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
@@ -138,8 +136,7 @@ def register(kernel: Function, longest: int = 0) -> None:
         """Return attention [batch, length, heads, size] of [batch, heads, length, size] inputs."""
         name = type(module).__name__
         if cu_seq_lens_q is None:
-            raise Problem(f"--attention flash and varlen need cu_seq_lens_q, which {name} does not "
-                          "pass on. Pass --attention sdpa.")  # fmt: skip
+            raise Problem(f"{name} does not pass cu_seq_lens_q on. Pass --attention sdpa.")
         batch, _, length, _ = query.shape
         has_window = sliding_window is not None and sliding_window < (longest or length)
         is_other = is_causal is False or not getattr(module, "is_causal", True)
@@ -147,9 +144,7 @@ def register(kernel: Function, longest: int = 0) -> None:
         features["sliding_window"] = has_window
         for feature, x in features.items():
             if feature not in IGNORED and (isinstance(x, Tensor) or x):
-                raise Problem(f"--attention flash and varlen lack {feature}, which {name} needs. "
-                              "Pass --attention eager, or sdpa for a window or dropout."
-                              )  # fmt: skip
+                raise Problem(f"{name} needs {feature}. Pass --attention eager, or sdpa.")
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         output = kernel(*parts, cu_seq_lens_q, max_length_q, scaling)

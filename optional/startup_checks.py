@@ -16,23 +16,15 @@ from transformers import PretrainedConfig
 import policies
 from core.ranks import Batch, Problem, host_sums, print0, to_device
 
-OTHER_LOGITS = (
-    "The logits behind the loss differ by {:.2%} from those that the model computes. Pass it the "
-    "same inputs, and make LossHead.loss_logits scale and cap them as its forward does."
-)
+OTHER_LOGITS = ("The logits behind the loss differ by {:.2%} from the model's own. Pass it equal "
+                "inputs, and make LossHead.loss_logits compute as its forward does.")  # fmt: skip
 NOT_CAUSAL = "The model is not causal: its logits change by {:.1%} if only later tokens change."
-PADDING = (
-    "Padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
-    "batch. Use batches of one length in collate, and delete this check."
-)
-LEAK = (
-    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}. "
-    "Pass --no-packing."
-)
-NOT_A_SUM = (
-    "summed_loss is not a sum over target tokens: a batch's loss differs by {:.2%} from the sum of "
-    'its parts. Use reduction="sum", or divide by your own count in train and delete this check.'
-)
+PADDING = ("Padding changes the model's logits by {:.1%}. Use batches of one length in collate, "
+           "and delete this check.")  # fmt: skip
+LEAK = "Documents in a sequence attend to each other ({:.2%}). Pass --no-packing."
+NOT_A_SUM = ("summed_loss is not a sum over target tokens: a batch's loss differs by {:.2%} from "
+             "that of its parts. Use reduction='sum', or divide by your own count in train and "
+             "delete this check.")  # fmt: skip
 MADE_BY_COLLATE = ("labels", "targets", "tokens", "decoder_input_ids", "decoder_attention_mask")
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
@@ -63,8 +55,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
     name = type(optimizer).__name__
     if isinstance(model, FSDP) and name not in ELEMENTWISE:
-        print0(f"{name} gets flat shards of FSDP1, not tensors: this trains correctly only if each "
-               "element is updated by itself. Otherwise pass --fsdp 2.")  # fmt: skip
+        print0(f"{name} gets flat shards: unless its updates are elementwise, pass --fsdp 2.")
 
 
 # Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
