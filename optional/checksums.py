@@ -12,22 +12,18 @@ from core.ranks import Problem, on_every_rank, on_rank_zero, print0
 
 
 def save(path: Path, *job: object) -> None:
-    """Save a checkpoint as `core.checkpoint.save`, then its sums. Call on all ranks."""
+    """Save a checkpoint as `core.checkpoint.save`, then crc-RANK.json: the sums of this rank's
+    files, and on rank 0 of the common ones. Call on all ranks."""
     checkpoint.save(path, *job)
-    on_every_rank(write, path)
-
-
-def write(path: Path) -> None:
-    """Write crc-RANK.json: the sums of this rank's files, and on rank 0 of the common ones."""
     rank = dist.get_rank()
     own = [*path.glob(f"__{rank}_*"), *(path.glob("[!_c]*") if rank == 0 else ())]
-    sums = {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in own}
-    (path / f"crc-{rank}.json").write_text(json.dumps(sums))
+    sums = on_every_rank(lambda: {x.name: zlib.crc32(np.memmap(x, mode="r")) for x in own})
+    on_every_rank((path / f"crc-{rank}.json").write_text, json.dumps(sums[rank]))
 
 
 def find_intact(directory: Path) -> Path:
-    """Return the newest complete checkpoint that agrees with its sums, if it has any: a kill before
-    `write` leaves none. Raise Problem if there is no such checkpoint. Call on all ranks."""
+    """Return the newest complete checkpoint that agrees with its sums, if a kill left it any, or
+    raise Problem. Call on all ranks."""
     for path in reversed(on_rank_zero(checkpoint.complete_checkpoints, directory)):
         try:
             on_every_rank(_verify, path)

@@ -3,6 +3,7 @@ resumes with other strategies and world sizes, and damaged files."""
 
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,9 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
     for processes, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
         killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
         assert launch(processes, *killed, "--output-dir", output, check=False).returncode
+    for path in output.glob("checkpoints/*"):
+        sums = [name for file in path.glob("crc-*.json") for name in json.loads(file.read_text())]
+        assert sorted(sums) == sorted(file.name for file in path.glob("[!c]*"))
     assert start(gpt2_fsdp, *alone, "--strategy", "ddp", "--output-dir", output) == 0
     starts = [line["step"] for line in metrics(output, "start")]
     assert starts == [0, 2, 6, 6]
@@ -97,7 +101,7 @@ DAMAGE = {  # the new content of a file, by its own and that of another step
 
 
 @pytest.fixture
-def saved(process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def saved(process_group: None, tmp_path: Path) -> Path:
     """Return a directory with two complete checkpoints of two ranks, with checksums."""
     for step in (2, 4):
         path = tmp_path / f"step-{step:08d}"
@@ -107,9 +111,9 @@ def saved(process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         state = {"step": step, "files": dict.fromkeys(FILES, 201)}
         (path / checkpoint.STATE).write_text(json.dumps(state))
         for rank in (0, 1):
-            with monkeypatch.context() as patch:
-                patch.setattr(checksums.dist, "get_rank", lambda rank=rank: rank)
-                checksums.write(path)
+            names = [f"__{rank}_0.distcp", *([".metadata", checkpoint.STATE] if rank == 0 else [])]
+            sums = {name: zlib.crc32((path / name).read_bytes()) for name in names}
+            (path / f"crc-{rank}.json").write_text(json.dumps(sums))
     return tmp_path
 
 
