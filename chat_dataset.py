@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from core import reading
 from core.args import Names, Range, Size
 from core.ranks import Batch, Problem, print0
 from optional import chat_formats  # optional: chat_formats
+from optional import template_checks as checks  # optional: template_checks
 
 IDS, NUMBER = List(Value("int32")), Value("int64")
 FEATURES = Features({"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER,
@@ -56,7 +56,6 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- endif -%}{%- endfor -%}"""
 TEMPLATES = {"llama-2": LLAMA_2}
 TEMPLATES |= chat_formats.TEMPLATES  # optional: chat_formats
-ADVICE = "Pass a --chat-template that renders it, such as chatml or Qwen 2.5's"
 
 Row = dict[str, Any]
 Turns = list[Row]
@@ -151,12 +150,14 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key = [length, form, args.text_column, tokenizer.chat_template]
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
+    key.append(reading.cache_key(checks.check_tools))  # optional: template_checks
     documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
     reading.print_unknown(name, documents, tokenizer)
     spells = documents.with_format("numpy")["spells"][:]
     if count := np.count_nonzero(spells == 1):
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
-        print0(f"{name}: {count:,} rows spell special tokens (see row {row:,}); chats get them")
+        print0(f"{name}: {count:,} rows spell special tokens, the first is row {row:,}. Text of "
+               "chats becomes the token, that of documents stays plain text")  # fmt: skip
     return documents
 
 
@@ -300,7 +301,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     """Render a chat. Return its documents as texts, with the answers in each.
 
     Each answer is a target in one text, rendered without the turns after it: some templates drop
-    reasoning before the last question. Raise ValueError if the template drops anything else.
+    reasoning before the last question. Raise ValueError if a template is not fit for training.
     """
     trained, tools = chat
     turns = [{key: x for key, x in turn.items() if key != "train"} for turn in trained]
@@ -316,12 +317,9 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
             raise ValueError(f"the chat template rejects the chat: {error}") from error
         return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
 
-    whole = text_of(turns)
-    for tool in tools or ():
-        if whole == text_of(turns, tools=[x for x in tools if x is not tool]):
-            raise Problem(f"the chat template drops a tool. {ADVICE}")
+    checks.check_tools(text_of, turns, tools)  # optional: template_checks
     documents = [("", [])]
-    checked = 0  # turns of the last document
+    checked = 0  # turns of the last document  # optional: template_checks
     is_ended = True  # whether the template puts a marker after the answer
     for i, turn in enumerate(turns):
         if not is_target(trained[i]):
@@ -331,76 +329,22 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
             raise Problem(f"turn {i + 1}: the chat template does not start the answer with its "
                           "generation prompt. If that opens <think>, add reasoning_content to the "
                           "answers, or pass --chat-template chatml")  # fmt: skip
-        answer = text[len(prompt) :]
-        if turns[i - 1]["role"] == "tool":  # Gemma 4 goes on in the turn of the call
-            question = [{"role": "user", "content": "?"}]
-            header = text_of(question, is_prompt=True).removeprefix(text_of(question)).strip()
-            if header and answer.lstrip().startswith(header):
-                raise Problem(f"turn {i + 1}: the prompt after a tool lacks a header. {ADVICE}")
         if not is_ended or not text.startswith(documents[-1][0]):
             documents.append(("", []))
-            checked = 0
+            checked = 0  # optional: template_checks
         before, answers = documents[-1]
-        check_rendered(turns[checked:i], prompt[len(before) :])
-        check_rendered([turn], answer)
-        check_reasoning(turn, answer)
+        checks.check_rendered(turns[checked:i], prompt[len(before) :])  # optional: template_checks
+        answer = text[len(prompt) :]  # optional: template_checks
+        checks.check_answer(text_of, turns[: i + 1], answer)  # optional: template_checks
         documents[-1] = text, [*answers, (len(prompt), len(text))]
-        checked = i + 1
+        checked = i + 1  # optional: template_checks
         is_ended = turn.get("tool_calls") or not text.endswith(turn["content"].rstrip())
     text, answers = documents[-1]
+    whole = text_of(turns)
     if is_ended and whole.startswith(text):  # with the turns after the last answer
-        check_rendered(turns[checked:], whole[len(text) :])
+        checks.check_rendered(turns[checked:], whole[len(text) :])  # optional: template_checks
         documents[-1] = whole, answers
     return documents
-
-
-def check_rendered(turns: Turns, text: str) -> None:
-    """Raise Problem unless `text` has the content and the calls of the turns in this order, and
-    the system's anywhere."""
-    end = 0  # of the turn before
-    for turn in turns:
-        role, content = turn["role"], turn["content"]
-        if role == "assistant":
-            content = content.rpartition("</think>")[2]
-        start = 0 if role == "system" else end
-        content_end = find(content, text, start, role)
-        for call in turn.get("tool_calls", ()):
-            function = call.get("function", call)
-            arguments = function["arguments"]
-            parts = [function["name"], *arguments]
-            parts += [value for value in arguments.values() if isinstance(value, str)]
-            start = max(find(part, text, start, role) for part in parts)
-            for key, value in [("", arguments), *arguments.items()]:
-                is_json = json.dumps(value, ensure_ascii=False) in text
-                if isinstance(value, str | bool) or is_json:
-                    continue
-                # None in Qwen 3.5's calls. LFM's are Python: f(key=None).
-                if str(value) in text and not (key and f"{key}={value}" in text):
-                    raise Problem("the chat template writes calls in Python, not in JSON: "
-                                  f"{reading.shorten(str(value))}. {ADVICE}")  # fmt: skip
-        if role != "system":
-            end = max(start, content_end)
-
-
-def check_reasoning(turn: Row, text: str) -> None:
-    """Raise ValueError unless the text of an answer has the reasoning of its turn once."""
-    thoughts = turn["content"].count("</think>") or 1
-    if text.count("</think>") > thoughts + ("reasoning_content" in turn):
-        raise ValueError("the chat template adds </think>. Use reasoning_content")
-    before, _, thought = turn["content"].rpartition("</think>")[0].rpartition("<think>")
-    for part in (before, thought, turn.get("reasoning_content", ""), turn.get("thinking", "")):
-        find(part, text, 0, "assistant")
-
-
-def find(part: str, text: str, start: int, role: str) -> int:
-    """Return where a part of a turn of `role` ends in `text[start:]`; raise ValueError if it is not
-    there, as it is or as JSON."""
-    for form in (part.strip(), json.dumps(part, ensure_ascii=False)[1:-1]):
-        position = text.find(form, start)
-        if position >= 0:
-            return position + len(form)
-    part = reading.shorten(part)
-    raise Problem(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
 
 
 def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
@@ -483,7 +427,7 @@ def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int
     kept = np.flatnonzero(cut < 2)
     print0(f"{name}, {split}: {len(kept):,} of {len(rows):,} documents")
     if count := np.count_nonzero(cut):
-        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out: answers later")
+        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out if no answer stays")
     if 2 * len(kept) < len(rows):
         raise Problem(f"{name}: most answers start after --max-seq-length {length}. Raise it.")
     return rows.select_columns(["input_ids", "labels"]).select(kept)

@@ -122,9 +122,9 @@ def load_wikihow(args: Data) -> reading.Parts:
     def clean(row: dict[str, str]) -> list[dict[str, Any]]:
         text, summary, title = map(row.get, WIKIHOW_COLUMNS)
         text, summary = text.strip(), summary.strip()
+        number = stable_hash("".join(filter(str.isalnum, title)) or text)
         if not summary or len(summary) >= 0.75 * len(text):
             return []
-        number = stable_hash("".join(filter(str.isalnum, title)) or text)
         split = SPLITS[max(0, number % 100 - 97)]
         text = re.sub(r"\.+[\r\n]+,", ".\n", text)
         summary = summary.replace(".,", ".")
@@ -257,7 +257,7 @@ def collator(model: nn.Module) -> Callable:
         start, padding = config.decoder.bos_token_id, config.decoder.pad_token_id
     rows = range(config.get_text_config().vocab_size)
     if start not in rows or padding not in rows:
-        raise Problem(f"decoder_start_token_id {start} or pad_token_id {padding} is no token.")
+        raise Problem(f"Set decoder_start_token_id {start} and pad_token_id {padding} to tokens.")
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 

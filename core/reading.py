@@ -203,7 +203,7 @@ def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer) -> None:
     chunks = samples.with_format("arrow")[:]["input_ids"].chunks
     count = sum(np.count_nonzero(chunk.flatten().to_numpy() == unknown) for chunk in chunks)
     if count and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
-        print0(f"{name}: {count:,} tokens are {tokenizer.unk_token}, as the tokenizer lacks them")
+        print0(f"{name}: {count:,} tokens are {tokenizer.unk_token}, for unknown characters")
 
 
 def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice: str) -> Problem:

@@ -1,8 +1,6 @@
 """Formats of chats besides messages and prompt/completion: ShareGPT, Alpaca and other usual pairs,
-calls and chats as JSON text, weights of turns and rows; and the template chatml.
-
-Without this file, rows in these formats are refused, and chatml is not a built-in template.
-"""
+calls and chats as JSON text, weights of turns and rows; and the template chatml. Without this file,
+rows in these formats are refused, and chatml is not a built-in template."""
 
 import json
 import re
@@ -119,7 +117,7 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
     has_tags = form[0] in ("messages", "prompt", "conversations", "conversation")
     for key in ("label", "kto_tag") if has_tags else ("kto_tag",):
         if str(row.get(key)).lower() == "false":
-            raise Problem(f"a row has {key} false, as KTO needs. Delete such rows, or the column.")
+            raise Problem(f"a row has {key} false: a bad example (KTO). Delete such rows.")
     if not is_trained(row, "row"):
         raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
     result = {key: value for key, value in row.items() if key not in COLUMNS}

@@ -1,8 +1,6 @@
-"""LoRA: small trainable matrices next to frozen weights, which may be in 4 bits (QLoRA).
-
-Without this file, all weights are trained. Works with any model. Needs peft, and for 4 bits
-bitsandbytes. All ranks call each function together.
-"""
+"""LoRA: small trained matrices next to frozen weights, which may be in 4 bits (QLoRA). Without this
+file, all weights are trained. Needs peft, and for 4 bits bitsandbytes. All ranks call each function
+together."""
 
 import json
 import math
@@ -63,12 +61,9 @@ def add(
     blocks: tuple[type[nn.Module], ...], tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
     """Given a script's arguments with --lora-rank, freeze a model on meta, and add fp32 adapters of
-    the projections in its `blocks`.
-
-    Frozen weights are stored in the compute dtype, and with --load-in-4bit the blocks' projections
-    in NF4. The adapters' initial values are added to rank 0's `source`. Raise Problem if a target
-    is not a projection.
-    """
+    the projections in its `blocks`. Frozen weights are stored in the compute dtype, with
+    --load-in-4bit the blocks' projections in NF4, and the adapters' initial values in rank 0's
+    `source`. Raise Problem if a target is not a projection."""
     options, name = args.adapters, args.model.model_name
     if not options.lora_rank:
         return

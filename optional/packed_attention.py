@@ -1,9 +1,6 @@
-"""Attention kernels for packed documents, registered in Transformers: flash-attn, PyTorch's varlen,
-or on a CPU scaled_dot_product_attention for one document at a time.
-
-Without this file, Transformers' sdpa computes the attention between all documents of a sequence and
-masks most of it. With flash-attn, set `config._attn_implementation = "flash_attention_2"` instead.
-"""
+"""Attention kernels for packed documents: flash-attn, PyTorch's varlen, on a CPU sdpa for one
+document at a time. Without this file, Transformers' sdpa computes the attention between all of them
+and masks most; with flash-attn, set `config._attn_implementation = "flash_attention_2"` instead."""
 
 import contextlib
 import importlib.util
@@ -18,8 +15,6 @@ import transformers
 from torch import Tensor, nn
 
 from core.ranks import Problem, print0
-
-Function = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 @dataclass
@@ -68,7 +63,7 @@ def _needs_mask(config: transformers.PretrainedConfig, length: int) -> bool:
     return has_window or chunk < length or selects or bool(getattr(config, "attention_dropout", 0))
 
 
-def varlen_kernel(name: str, precision: str) -> Function:
+def varlen_kernel(name: str, precision: str) -> Callable:
     """Return the attention kernel for packed documents called `name` (flash or varlen).
 
     It takes queries, keys and values [positions, heads, head size], the latter two with as many or
@@ -79,7 +74,7 @@ def varlen_kernel(name: str, precision: str) -> Function:
         return per_document
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     if not has_gpu or precision == "fp32":
-        raise Problem(f"--attention {name} needs an Ampere GPU or newer, and bf16 or fp16.")
+        raise Problem(f"--attention {name} needs an Ampere GPU or newer, --precision bf16 or fp16.")
     if name == "flash":
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
@@ -91,7 +86,7 @@ def varlen_kernel(name: str, precision: str) -> Function:
     return varlen
 
 
-def flash_attn() -> Function:
+def flash_attn() -> Callable:
     """Return the kernel of flash-attn 3 if it is installed and the GPU is a Hopper, otherwise that
     of flash-attn 2. Raise Problem if it cannot be imported."""
     name = "flash_attn"
@@ -122,7 +117,7 @@ def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: f
     return torch.cat(outputs)
 
 
-def register(kernel: Function, longest: int = 0) -> None:
+def register(kernel: Callable, longest: int = 0) -> None:
     """Register `kernel` in Transformers as the attention "packed", which uses the document lengths
     of the batch instead of a mask. It raises Problem if a layer passes something that the kernel
     does not support: a mask or bias, a soft cap, sinks, dropout, or a window below `longest`.

@@ -141,7 +141,7 @@ def test_end_is_held_out_without_validation_data(texts, tmp_path):
     assert train_set is None
     assert list(val_sets[str(path)].with_format(None)) == list(rows[1])
     path.write_text("short")
-    with pytest.raises(Problem, match="gives 1 blocks, .* Pass --val-dataset"):
+    with pytest.raises(Problem, match="has 1 blocks. Pass --val-dataset"):
         block_dataset.load(args, TOKENIZER)
 
 
@@ -204,7 +204,7 @@ def test_unknown_characters_are_counted(tmp_path, capfd):
     special = {"eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     load(write_rows(tmp_path / "x.jsonl", [{"text": "é"}, {"text": "a"}]), tokenizer)
-    assert "x.jsonl: 1 tokens are <unk>, for characters" in capfd.readouterr().out
+    assert "x.jsonl: 1 tokens are <unk>, for unknown characters" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])

@@ -270,13 +270,13 @@ def test_thoughts_are_targets_once():
     (PROMPTER, [ASSISTANT, USER, ASSISTANT], "rejects the chat: Cannot apply .* to an empty"),
     (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "start the answer with its gen.*-template chatml"),
     (CHATML.replace("if add", "if messages[-1].role != 'tool' and add"),
-     [USER, ASSISTANT, RESULT, ASSISTANT], "turn 4: .* a header that its prompt lacks"),
+     [USER, ASSISTANT, RESULT, ASSISTANT], "after a tool's turn lacks the answer's header"),
     (CHATML, [USER, CALL_TURN], "drops 'f' of the assistant's turn"),
     (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops 'hm' of the assistant's turn"),
     (CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
      [USER, ASSISTANT | {"content": "<think>hm</think>b"}], "drops 'hm' of the assistant's turn"),
     (CHATML.replace("m.content", "('</think>' if m.role == 'assistant') ~ m.content"),
-     [USER, ASSISTANT | {"content": "hm</think>b"}], "adds </think> to an answer that has one"),
+     [USER, ASSISTANT | {"content": "hm</think>b"}], "adds </think>"),
     (CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')"), [USER, CALL_TURN],
      "writes calls in Python, not in JSON: {'day': '2024"),
     (CHATML.replace("}}<", "}}{% for call in m.tool_calls or [] %}f{% for key, x in call.function."
@@ -423,14 +423,14 @@ def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):
     prompts = ["?" * i for i in (*range(1, 51), *range(151, 202))]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
     rows = load_documents(path, max_seq_length=150)
-    with pytest.raises(Problem, match="in most documents, the answers .* Pass a larger one"):
+    with pytest.raises(Problem, match="most answers start after .* Raise it"):
         chat_dataset.draw_documents("x", "train", rows, 0, 150)
     kept = chat_dataset.draw_documents("x", "train", rows.select(range(100)), 0, 150)
     assert len(kept) == 50 and kept.column_names == ["input_ids", "labels"]
     assert max(map(len, rows["input_ids"])) == max(map(len, rows["labels"])) == 151
     out = capfd.readouterr().out
     assert "x, train: 50 of 100 documents\n" in out
-    assert "  50 are cut to --max-seq-length 150, or left out if their answers start" in out
+    assert "  50 are cut to --max-seq-length 150, or left out if no answer stays" in out
 
 
 def test_packs_depend_on_seed_and_epoch():

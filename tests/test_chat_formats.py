@@ -108,7 +108,7 @@ def test_format_trains_without_a_flag(name):
 def test_chosen_answers_train_with_flags():
     """LLaMA-Factory's preferences: `chosen` is a turn. Those in `conversations` are context."""
     row = {"conversations": [HUMAN, GPT, HUMAN], "chosen": GPT | {"value": "b"}, "rejected": GPT}
-    with pytest.raises(ValueError, match="preferences .chosen, rejected., .*pass --prompt-column"):
+    with pytest.raises(ValueError, match="preferences .chosen, rejected.. .*pass --prompt-column"):
         read_row(row)
     text = marked(row, prompt_column="conversations", completion_column="chosen")
     assert text == "<user>q</s><assistant>a</s><user>q</s><assistant>«b</s>»"
@@ -138,7 +138,7 @@ def test_text_column_names_documents(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"message_id": "1", "text": "q", "role": "prompter"}, "Write each path from a prompt to an"),
+    ({"message_id": "1", "text": "q", "role": "prompter"}, "has a row per turn"),
     ({"title": "t", "question": "q", "answers": {"text": ["a"]}}, "no column messages. Its col"),
     ({"image": "a.png", "conversations": [HUMAN, GPT]}, "image would be ignored"),
     ({"messages": str([USER, ASSISTANT])}, "Python's repr of objects. Write JSON"),
@@ -157,10 +157,10 @@ def test_text_column_names_documents(tmp_path, capfd):
     ({"messages": [USER, ASSISTANT | {"content": [
         {"type": "text", "text": "b"}, {"type": "text", "text": "c", "weight": 0}]}]},
      "the assistant's turn is .*, not text"),
-    ({"messages": [ASK, ANSWER], "label": False}, "label false, so its answer is a bad example"),
-    ({"prompt": "a", "completion": "b", "label": "False"}, "label false, so its answer is a bad"),
-    ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "kto_tag false, .*Delete such rows"),
-    ({"conversations": [HUMAN, GPT], "label": False}, "label false, so its answer is a bad"),
+    ({"messages": [ASK, ANSWER], "label": False}, "label false: a bad example"),
+    ({"prompt": "a", "completion": "b", "label": "False"}, "label false: a bad example"),
+    ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "kto_tag false: .*Delete such rows"),
+    ({"conversations": [HUMAN, GPT], "label": False}, "label false: a bad example"),
     ({"prompt": "a", "completion": 5}, "completion is empty or not"),
     ({"prompt": str([ASK]), "completion": "b"}, "the turns are text. Write them as objects"),
     ({"prompt": "a", "completion": json.dumps([ANSWER])}, "the turns are text"),

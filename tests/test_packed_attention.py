@@ -196,7 +196,7 @@ def attend(**options: object) -> torch.Tensor:
 def test_features_that_kernels_lack_are_refused(name, value):
     packed_attention.register(packed_attention.per_document)
     option = {"module_is_causal": "is_causal"}.get(name, name)
-    with pytest.raises(Problem, match=f"varlen lack {option}.*needs. Pass --attention eager"):
+    with pytest.raises(Problem, match=f"needs {option}.*. Pass --attention eager"):
         attend(**{name: value})
 
 
@@ -206,9 +206,9 @@ def test_disabled_features_are_accepted():
     assert attend(**unset, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
     packed_attention.register(packed_attention.per_document, longest=32)
     attend(sliding_window=32)
-    with pytest.raises(Problem, match="varlen lack sliding_window"):
+    with pytest.raises(Problem, match="needs sliding_window"):
         attend(sliding_window=16)
-    with pytest.raises(Problem, match="does not pass on. Pass --attention sdpa"):
+    with pytest.raises(Problem, match="does not pass cu_seq_lens_q on. Pass --attention sdpa"):
         attend(cu_seq_lens_q=None)
 
 
@@ -223,8 +223,7 @@ CHOICES = [  # class, --attention, config, and the attention or the end of the m
     ("GptOss", "sdpa", {}, "GptOssForCausalLM lacks it. Pass eager."),
     ("Gemma2", "sdpa", {}, "Gemma2ForCausalLM lacks it. Pass eager."),
     ("StableLm", "auto", {}, "sdpa"),
-    ("GPTJ", "varlen", {}, "GPTJForCausalLM needs a mask, dropout or attention of its own. Pass "
-     "--attention sdpa or eager."),
+    ("GPTJ", "varlen", {}, "varlen does not fit GPTJForCausalLM. Pass sdpa or eager."),
     ("Lfm2", "auto", {}, "packed"),  # its config has no attention_dropout
     ("Llama4", "auto", {"attention_chunk_size": 64}, "packed"),
     ("Llama4", "auto", {"attention_chunk_size": 63}, "sdpa"),
@@ -265,9 +264,9 @@ def test_auto_avoids_kernels_that_break_the_graph(capsys):
     ("varlen", "Llama", {}, None),
     ("varlen", "Granite", {"logits_scaling": 8.0}, None),
     ("sdpa", "Mistral", {"sliding_window": 8}, None),
-    ("varlen", "Gemma2", {}, "varlen lack softcap|needs a mask"),
-    ("varlen", "GptOss", {"num_local_experts": 4, "head_dim": 32}, "varlen lack s_aux"),
-    ("varlen", "Nemotron", {}, "NemotronAttention does not pass on"),
+    ("varlen", "Gemma2", {}, "needs softcap|does not fit"),
+    ("varlen", "GptOss", {"num_local_experts": 4, "head_dim": 32}, "needs s_aux"),
+    ("varlen", "Nemotron", {}, "NemotronAttention does not pass"),
 ])  # fmt: skip
 def test_startup_checks_with_kernels(attention, name, config, message, device):  # noqa: F811
     script = llama_as(name, "gpt_oss" if name == "GptOss" else "", **config)

@@ -24,7 +24,7 @@ from core.ranks import Problem
 from optional import startup_checks
 
 NOT_A_SUM = "summed_loss is not a sum over target tokens"
-OTHER_LOGITS = "The logits behind the loss differ by .* from those that the model computes"
+OTHER_LOGITS = "The logits behind the loss differ by .* from the model's own"
 NOT_CAUSAL = "The model is not causal: its logits change by"
 LEAK = "Documents in a sequence attend to each other.*Pass --no-packing"
 PADDING = "Padding changes the model's logits by"
