@@ -22,6 +22,7 @@ FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
 USUAL_COLUMNS = [("text",), ("content",), ("document",), ("article",)]
 CONTINUES = "text continues"  # in the next row: a key of pieces of text files
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>")  # EOS of several models
 PIECE = 1 << 14  # characters of a text file that make a row
 # The start of a text that ends after a word, or after a line break between two lines. A text
 # without these is cut anywhere.
@@ -88,7 +89,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if {column, "input_ids"}.isdisjoint(columns):
         # With several data sets, the flag is for those that have the column.
         is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
-        usual = is_default and reading.usual_columns(name, columns, USUAL_COLUMNS)
+        usual = is_default and reading.usual_columns(columns, USUAL_COLUMNS)
         if not usual:
             raise reading.no_columns(name, [column], columns, "Pass --text-column.")
         (column,) = usual
@@ -116,13 +117,17 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
     if column not in columns:
         return reading.map_rows(name, rows, columns, from_tokens, FEATURES, *key)
-    reading.print_unread_tokens(name, columns)
-    some = str(rows[column if column in rows.column_names else reading.LINE][:1000])
+    reading.print_columns(name, [column], [x for x in columns if x != CONTINUES])
+    first = rows.select(range(min(len(rows), 1000)))
+    some = str([reading.parse(row).get(column) for row in first])
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
+    special += [x for x in ENDS if x not in special]
     spelled = [x for x in special if x in some and (x != eos or CONTINUES not in columns)]
     if spelled:
         print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
+        raise Problem(f"Data set {name} has no text.")
     reading.print_unknown(name, documents, tokenizer)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} times, {eos} ends a document")

@@ -47,8 +47,7 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
 {%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
 {%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
-{{- raise_exception('in Llama 2\'s format user and assistant alternate, after at most one system '
-'turn; --chat-template chatml takes any order, and tools') -}}
+{{- raise_exception('user and assistant must alternate; --chat-template chatml is freer') -}}
 {%- elif turn['role'] == 'user' -%}
 {{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
 {{- turn['content'] | trim + ' [/INST]' -}}
@@ -125,7 +124,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     form = chat_columns(name, columns, args)
     special = [str(x) for x in tokenizer.added_tokens_decoder.values() if x.special]
     if not form and args.text_column in columns:
-        reading.print_unread_tokens(name, columns)
+        reading.print_columns(name, [args.text_column], columns)
 
     def convert(row: Row) -> list[Row]:
         if form:
@@ -208,7 +207,7 @@ def read_chat(row: Row, form: Sequence[str]) -> Chat:
     for column in UNREAD.split():
         if row.get(column) not in (None, "", []) and column not in form:
             raise ValueError(f"{column} would be ignored")
-    turns = as_objects(row.get(form[0]), form[0], "user")
+    turns = as_objects(row.get(form[0]), form[0], "user" * (len(form) == 2))
     if len(form) == 2:
         # In a prompt, assistant turns are no targets unless they say so.
         turns = [{"train": False} | x if x.get("role") == "assistant" else x for x in turns]
@@ -273,8 +272,7 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> str:
         choice = choice or "llama-2"
         path = Path(choice).expanduser()
         if choice not in TEMPLATES and not path.is_file():
-            names = " or ".join(TEMPLATES)
-            raise Problem(f"--chat-template {choice} is neither a file nor {names}.")
+            raise Problem(f"--chat-template {choice} is no file, nor {' or '.join(TEMPLATES)}.")
         tokenizer.chat_template = TEMPLATES.get(choice) or path.read_text(encoding="utf-8-sig")
         print0(f"The chat template is {choice}, in best/ and final/ too.")
     return reading.digest(tokenizer.chat_template)[:8]
@@ -314,7 +312,9 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
             options = {"add_generation_prompt": is_prompt, "tokenize": False}
             text = tokenizer.apply_chat_template(turns, tools, chat_template=template, **options)
         except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"the chat template rejects the chat: {error}") from error
+            has_calls = tools or any("tool_calls" in turn for turn in trained)  # as others
+            kind = Problem if has_calls else ValueError
+            raise kind(f"the chat template rejects the chat: {error}") from error
         return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
 
     checks.check_tools(text_of, turns, tools)  # optional: template_checks

@@ -158,13 +158,13 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
         # With several data sets, the flags are for those that have the columns.
         are_defaults = pair == (Data.source_column, Data.target_column)
         is_free = are_defaults or len(args.dataset + args.val_dataset) > 1
-        usual = is_free and reading.usual_columns(name, columns, USUAL_COLUMNS)
+        usual = is_free and reading.usual_columns(columns, USUAL_COLUMNS)
         if not usual:
             missing = [column for column in pair if column not in columns]
             advice = "Pass --source-column and --target-column."
             raise reading.no_columns(name, missing, columns, advice)
         pair = usual
-    reading.print_unread_tokens(name, columns)
+    reading.print_columns(name, pair, columns)
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
         for column in pair:

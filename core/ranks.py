@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,6 +37,8 @@ def setup(timeout_minutes: float) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs), or without torchrun one of this process
     alone; return this process's device."""
     global cpu_group
+    if len(os.fsencode(tempfile.gettempdir())) > 60:
+        tempfile.tempdir = "/tmp"  # workers put sockets there, whose paths have 107 bytes at most
     timeout = timedelta(minutes=timeout_minutes)
     device = torch.device("cpu")
     if accelerator := torch.accelerator.current_accelerator(check_available=True):

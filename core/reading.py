@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import random
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from glob import escape, glob
@@ -72,8 +71,8 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
     the rows of an open text file. Raise Problem if the data cannot be read."""
     name, _, split = spec.partition(":")
     path = Path(name).expanduser()
-    pattern = f"{escape(str(path))}/*.txt" if path.is_dir() else str(path)
-    files = [path] if path.is_file() else sorted(map(Path, glob(pattern, recursive=True)))
+    pattern = escape(str(path)) + "/*.txt" * path.is_dir() if path.exists() else str(path)
+    files = sorted(x for x in map(Path, glob(pattern, recursive=True)) if x.is_file())
     parts: Any = []
     try:
         if any(path.glob("dataset_*.json")):  # which save_to_disk writes
@@ -136,8 +135,11 @@ def _read_file(path: Path, text_rows: Callable | None) -> Dataset:
     def lines() -> Iterator[dict[str, str]]:
         opener = gzip.open if path.suffix.lower() == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            row = None
             for row in reader(file):  # in ASCII, because half of a surrogate pair is not UTF-8
                 yield {LINE: row if isinstance(row, str) else json.dumps(row)}
+            if row is None:
+                raise ValueError("it has no rows")
 
     features = Features({LINE: Value("string")})
     return Dataset.from_generator(lines, features, fingerprint=cache_key(reader, key))
@@ -157,10 +159,10 @@ def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
     try:
         columns = rows.fieldnames or []
         if len({*columns}) < len(columns):
-            raise csv.Error("the header names a column twice")
+            raise csv.Error(f"the header has {max(columns, key=columns.count)!r} twice")
         for row in rows:
             if delimiter == "\t" and any("\n" in field for field in row.values()):
-                raise csv.Error('a field that begins with " spans lines. Write "" for " in it')
+                raise csv.Error('a field that begins with " spans lines. Write a CSV file')
             yield row
     except csv.Error as error:
         raise ValueError(f"line {rows.reader.line_num}: {error}") from None
@@ -172,8 +174,8 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
     try:
         row = parse(rows.with_format("arrow")[:1].to_pylist()[0])
     except (ValueError, IndexError) as error:
-        problem = f"The first row of {name} cannot be read: {error}. Write an object per line."
-        raise Problem(problem) from None
+        advice = "Write an object per line." * isinstance(error, json.JSONDecodeError)
+        raise Problem(f"The first row of {name} cannot be read: {error}. {advice}") from None
     columns = [x for x in row.values() if isinstance(x, dict | list)]
     is_table = len(columns) == len(row) and len({*map(len, columns)}) == 1
     if len(rows) == 1 and is_table and any({*map(type, x)} in TABLE_TYPES for x in columns):
@@ -181,20 +183,16 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
     return row
 
 
-def usual_columns(name: str, columns: Iterable[str], table: Iterable[tuple]) -> tuple | None:
-    """Return, and print, the first line of the table whose columns are all there, or None."""
-    for usual in table:
-        if {*usual} <= {*columns}:
-            others = ", ".join(x for x in columns if x not in usual) or "nothing"
-            print0(f"{name}: uses {' and '.join(usual)}; left out: {others}")
-            return usual
-    return None
+def usual_columns(columns: Iterable[str], table: Iterable[tuple]) -> tuple | None:
+    """Return the first line of the table whose columns are all there, or None."""
+    return next((usual for usual in table if {*usual} <= {*columns}), None)
 
 
-def print_unread_tokens(name: str, columns: Iterable[str]) -> None:
-    """Print that the tokens of rows whose text is read are not."""
-    if "input_ids" in columns:
-        print0(f"{name}: the rows have text, so their input_ids are not used")
+def print_columns(name: str, used: Iterable[str], columns: Iterable[str]) -> None:
+    """Print which of several columns are used, and which are not."""
+    if len(columns) > 1:
+        others = ", ".join(x for x in columns if x not in used)
+        print0(f"{name}: uses {' and '.join(used)}" + (others and f"; left out: {others}"))
 
 
 def print_unknown(name: str, samples: Dataset, tokenizer: Tokenizer) -> None:
@@ -221,7 +219,7 @@ def parse(row: dict[str, Any], features: dict[str, Any] | None = None) -> dict[s
     if not isinstance(row, dict):
         raise ValueError("the line is not a JSON object")
     if UNEVEN in row or UNEVEN in row.values():
-        raise ValueError("the row has more or fewer fields than the header")
+        raise ValueError("the row has other fields than the header (is the separator right?)")
     return row
 
 
@@ -267,15 +265,13 @@ def map_rows(
                     print0(f"Skipped {problem}")
         return {kind: [sample[kind] for sample in samples] for kind in features}
 
-    # Sockets of the processes are files in this directory, and their paths have 107 bytes at most.
-    is_large = len(rows) > LARGE and len(tempfile.gettempdir()) < 60
     gc.collect()  # finalizing garbage may crash a forked process
     # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
     key = cache_key(function, rows._fingerprint, name, bad_rows, sorted(features), *key)
     samples = rows.map(
         convert, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features),
-        num_proc=len(os.sched_getaffinity(0)) if is_large else None,
+        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
     )  # fmt: skip
     if len(samples) == 0:
         raise Problem(f"Data set {name} has no usable rows among {len(rows)}.")
@@ -301,10 +297,12 @@ def token_ids(
     if len(ids) > limit:
         raise ValueError(f"{len(ids)} tokens, but {flag} allows {limit}")
     if not 0 <= min(ids) <= max(ids) < len(tokenizer):
-        raise ValueError(f"{column} has other tokens than the tokenizer's {len(tokenizer)}")
+        raise ValueError(f"{column} has {min(ids)} to {max(ids)}, no token of {len(tokenizer)}")
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
     is_padded = pad in (ids[0], ids[-1]) and pad not in (eos, bos)
-    if is_padded or any([x, x] in (ids[:2], ids[-2:]) for x in (eos, bos, pad)):
+    twice = {*ids[:1]} & {*ids[1:2]} | {*ids[-1:]} & {*ids[-2:-1]}
+    added = tokenizer.added_tokens_decoder if twice else {}  # a model without a pad has others
+    if is_padded or any(x in (eos, bos, pad) or x in added and added[x].special for x in twice):
         raise ValueError("the tokens begin or end in padding, or with BOS twice")
     return ids
 

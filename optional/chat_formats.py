@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from core.ranks import Problem, print0
-from core.reading import usual_columns
+from core.ranks import Problem
+from core.reading import print_columns, usual_columns
 
 FORMATS = (  # the columns that each format requires; the first match is used
     ("messages",),
@@ -96,14 +96,16 @@ def find_columns(
     read = (*form, *inputs_of(form), *READ)
     unread = [x for x in columns if x not in read]
     if form and unread:
-        print0(f"{name}: uses {' and '.join(form)}; left out: {', '.join(unread)}")
+        print_columns(name, form, [*form, *unread])
     if form or "input_ids" in columns:
         return form
     if "role" in columns:
         raise Problem(f"{name} has a row per turn. Write each chat as one row of messages.")
     if args.text_column in columns:
         return ()
-    return usual_columns(name, [x for x in columns if x not in READ], PAIRS) or ()
+    form = usual_columns(columns, PAIRS) or ()
+    print_columns(name, form, [x for x in columns if form and x not in READ])
+    return form
 
 
 def inputs_of(form: Sequence[str]) -> tuple[str, ...]:
@@ -114,10 +116,10 @@ def inputs_of(form: Sequence[str]) -> tuple[str, ...]:
 def normalize(row: dict, form: Sequence[str]) -> dict:
     """Return a row with its chat in the columns `form` as messages or text, and without the other
     COLUMNS. Raise ValueError if the row is unusable, for example because it is excluded."""
-    has_tags = form[0] in ("messages", "prompt", "conversations", "conversation")
-    for key in ("label", "kto_tag") if has_tags else ("kto_tag",):
-        if str(row.get(key)).lower() == "false":
-            raise Problem(f"a row has {key} false: a bad example (KTO). Delete such rows.")
+    has_tags = form[-1] in ("messages", "completion", "conversations", "conversation")
+    is_bad = has_tags and str(row.get("label")).lower() == "false"
+    if is_bad or str(row.get("kto_tag")).lower() in NO:
+        raise Problem("a row is a bad example, for KTO. Delete such rows, or the column.")
     if not is_trained(row, "row"):
         raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
     result = {key: value for key, value in row.items() if key not in COLUMNS}
@@ -152,7 +154,7 @@ def read_turns(value: Any) -> Any:
     """Return the turns in a list of messages, in a message, or in a dict of lists, and another
     value unchanged."""
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):
-        raise ValueError("the turns are text. Write them as objects, or in one column messages")
+        raise ValueError("the turns are text. Write them as a list of objects")
     if isinstance(value, dict):
         parts = [*value.values()]
         if all(isinstance(part, list) for part in parts):  # as `Sequence` of datasets stores turns

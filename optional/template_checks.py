@@ -3,24 +3,21 @@ form than the model will see in use is trained on in silence: content, calls, to
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from core.ranks import Problem
 from core.reading import shorten
 
-ADVICE = "Pass a --chat-template that renders it, such as chatml or Qwen 2.5's"
-
-Turns = list[dict[str, Any]]
+ADVICE = "Pass a --chat-template that renders it, such as chatml"
 
 
-def check_tools(text_of: Callable, turns: Turns, tools: Turns | None) -> None:
+def check_tools(text_of: Callable, turns: list[dict], tools: list[dict] | None) -> None:
     """Raise Problem if a template drops a tool. `text_of` renders turns, and optionally `tools`."""
     for tool in tools or ():
         if text_of(turns) == text_of(turns, tools=[x for x in tools if x is not tool]):
             raise Problem(f"the chat template drops a tool. {ADVICE}")
 
 
-def check_answer(text_of: Callable, turns: Turns, answer: str) -> None:
+def check_answer(text_of: Callable, turns: list[dict], answer: str) -> None:
     """Raise an error unless `answer`, the text of the last turn, has its content and calls, its
     reasoning once, and no header that the prompt lacks, as Gemma 4's after a tool."""
     if turns[-2:][0]["role"] == "tool":
@@ -38,7 +35,7 @@ def check_answer(text_of: Callable, turns: Turns, answer: str) -> None:
         find(part, answer, 0, "assistant")
 
 
-def check_rendered(turns: Turns, text: str) -> None:
+def check_rendered(turns: list[dict], text: str) -> None:
     """Raise Problem unless `text` has the content and the calls of the turns in this order, and
     the system's anywhere."""
     end = 0  # of the turn before

@@ -87,11 +87,16 @@ def test_text_of_eos_ends_a_document_in_text_files_only(tmp_path, capfd):
     assert decode(load(tmp_path / "a.txt")) == "one</s>two\n</s>three</s>"
     assert "a.txt: 5 times, </s> ends a document" in capfd.readouterr().out
     tokenizer = small_tokenizer(None)
-    for text, is_named in (("<s>user", False), ("a</s>b", True)):
+    for text, is_named in (("<s>user", False), ("a</s>b", True), ("caf\xe9</s>", True)):
         rows = load(write_rows(tmp_path / "x.jsonl", [{"text": "b"}, {"text": text}]), tokenizer)
         assert ids_of(rows).count(tokenizer.eos_token_id) == 2
         line = "the texts spell </s>, which stay plain text"
         assert (line in capfd.readouterr().out) == is_named
+    load(write_rows(tmp_path / "x.jsonl", [{"text": "of GPT-2<|endoftext|>"}]))
+    assert "spell <|endoftext|>, which stay plain text" in capfd.readouterr().out
+    (tmp_path / "a.txt").write_text("\n")
+    with pytest.raises(Problem, match="a.txt has no text"):
+        load(tmp_path / "a.txt")
 
 
 def test_eos_between_pieces_of_a_text_file_is_kept(tmp_path, monkeypatch):
@@ -109,7 +114,7 @@ def test_columns_are_found_or_named(tmp_path, capfd):
         load(path, text_column="x")
     write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
     assert decode(load(path)) == "eight</s>"
-    assert "x.jsonl: the rows have text, so their input_ids are not" in capfd.readouterr().out
+    assert "x.jsonl: uses text; left out: content, input_ids" in capfd.readouterr().out
     write_rows(path, [{"text": "a"}, {"text": 8}])
     with pytest.raises(Problem, match="x.jsonl, row 2: text is 8, not text. Correct it"):
         load(path)

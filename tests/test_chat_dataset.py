@@ -265,7 +265,7 @@ def test_thoughts_are_targets_once():
 
 
 @pytest.mark.parametrize("template, chat, message", [
-    (chat_dataset.LLAMA_2, [USER, USER, ASSISTANT], "rejects the chat: .* assistant alternate"),
+    (chat_dataset.LLAMA_2, [USER, USER, ASSISTANT], "user and assistant must alternate"),
     ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     (PROMPTER, [ASSISTANT, USER, ASSISTANT], "rejects the chat: Cannot apply .* to an empty"),
     (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "start the answer with its gen.*-template chatml"),
@@ -289,6 +289,13 @@ def test_template_that_drops_content_is_refused(template, chat, message):
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         encode(chat, tokenizer)
+
+
+def test_template_that_rejects_calls_is_no_fault_of_a_row():
+    """--bad-rows skip would drop all rows with calls."""
+    tokenizer = bpe(chat_template="{{ messages[1].tool_calls[0].arguments + '' }}")
+    with pytest.raises(Problem, match="rejects the chat: unsupported operand"):
+        encode([USER, CALL_TURN, RESULT, ASSISTANT], tokenizer)
 
 
 @pytest.mark.parametrize("template", [CHATML, "{{ tools[0] | tojson if tools }}" + CHATML])
@@ -337,7 +344,7 @@ def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
         tokenizer = bpe(chat_template=original)
         chat_dataset.set_chat_template(tokenizer, flag)
         assert tokenizer.chat_template == template and message in capfd.readouterr().out
-    with pytest.raises(ValueError, match="is neither a file nor llama-2 or chatml"):
+    with pytest.raises(ValueError, match="is no file, nor llama-2 or chatml"):
         chat_dataset.set_chat_template(tokenizer, "chatlm")
 
 
@@ -502,7 +509,7 @@ def without_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"messages": [USER, ASSISTANT | {"train": "false"}]}, "has train 'false'. Use true or"),
     ({"messages": [USER, ASSISTANT | {"content": None}]}, "turn is None, not text"),
     ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
-    ({"messages": json.dumps([ASSISTANT])}, "the chat has no assistant turn to train on"),
+    ({"messages": json.dumps([ASSISTANT])}, "messages is empty or not a list of objects"),
     ({"messages": [USER, ASSISTANT], "train": False}, "train would be ignored"),
     ({"prompt": "a", "completion": "b", "rejected": "c"}, "rejected would be ignored"),
     ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system turn"),

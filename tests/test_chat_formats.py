@@ -119,7 +119,7 @@ def test_chosen_answers_train_with_flags():
     ({"instruction": "q", "output": "a", "rationale": "r"}, "and output; left out: rationale"),
     ({"prompt": "q", "context": "c", "completion": "a"}, "and completion; left out: context"),
     ({"messages": [ASK, ANSWER], "response": "b", "id": 1}, "messages; left out: response, id\n"),
-    ({"system_prompt": "s", "question": "q", "response": "a"}, "response; left out: nothing\n"),
+    ({"system_prompt": "s", "question": "q", "response": "a"}, "uses question and response\n"),
     ({"instruction": "q", "input": "i", "output": "a", "system": "s"}, None),
 ])  # fmt: skip
 def test_text_that_is_left_out_of_a_pair_is_named(row, line, capfd):
@@ -128,10 +128,21 @@ def test_text_that_is_left_out_of_a_pair_is_named(row, line, capfd):
     assert line in out if line else "uses" not in out
 
 
+def test_answers_beside_plain_text_are_named(tmp_path, capfd):
+    """The rows are read as documents, because the default of --text-column is content."""
+    load_documents(write(tmp_path / "x.jsonl", [{"content": "c", "summary": "s", "id": 1}]))
+    assert "x.jsonl: uses content; left out: summary, id\n" in capfd.readouterr().out
+
+
+def test_label_that_is_an_answer_s_class_is_no_kto():
+    row = {"prompt": "Is 3 even?", "response": "no", "label": False}
+    assert marked(row) == "<user>Is 3 even?</s><assistant>«no</s>»"
+
+
 def test_text_column_names_documents(tmp_path, capfd):
     path = write(tmp_path / "text.jsonl", [{"body": "a</s>", "input_ids": [5]}, {"body": " "}])
     [document] = load_documents(path, text_column="body", bad_rows="skip")
-    assert "the rows have text, so their input_ids are not used" in capfd.readouterr().out
+    assert "left out: input_ids" in capfd.readouterr().out
     assert document["input_ids"] == [*(byte + 3 for byte in b"a</s>"), 1]
     with pytest.raises(ValueError, match="text.jsonl, row 2: the document is ' ', not text"):
         load_documents(path, text_column="body")
@@ -157,12 +168,14 @@ def test_text_column_names_documents(tmp_path, capfd):
     ({"messages": [USER, ASSISTANT | {"content": [
         {"type": "text", "text": "b"}, {"type": "text", "text": "c", "weight": 0}]}]},
      "the assistant's turn is .*, not text"),
-    ({"messages": [ASK, ANSWER], "label": False}, "label false: a bad example"),
-    ({"prompt": "a", "completion": "b", "label": "False"}, "label false: a bad example"),
-    ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "kto_tag false: .*Delete such rows"),
-    ({"conversations": [HUMAN, GPT], "label": False}, "label false: a bad example"),
+    ({"messages": [ASK, ANSWER], "label": False}, "a bad example, for KTO"),
+    ({"prompt": "a", "completion": "b", "label": "False"}, "a bad example, for KTO"),
+    ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "a bad example, for KTO"),
+    ({"query": "q", "response": "a", "kto_tag": 0}, "a bad example, for KTO"),
+    ({"messages": "User: hi\nAssistant: yo"}, "messages is empty or not a list of objects"),
+    ({"conversations": [HUMAN, GPT], "label": False}, "a bad example, for KTO"),
     ({"prompt": "a", "completion": 5}, "completion is empty or not"),
-    ({"prompt": str([ASK]), "completion": "b"}, "the turns are text. Write them as objects"),
+    ({"prompt": str([ASK]), "completion": "b"}, "the turns are text. Write them"),
     ({"prompt": "a", "completion": json.dumps([ANSWER])}, "the turns are text"),
     ({"prompt": "a", "completion": [ASK, ANSWER]}, "completion does not start with the assist"),
     ({"messages": [ASK, ANSWER | {"recipient": "get_weather"}]}, "has recipient, an unknown key"),

@@ -53,7 +53,7 @@ def main(_):
     try:
         ranks.compare_ranks({"--seed": rank})
     except ranks.Problem as problem:
-        assert str(problem).startswith(f"--seed is {rank} on one rank and {1 - rank} on another.")
+        assert str(problem).startswith(f"--seed is {rank} on one rank, {1 - rank} on another.")
         print("compared", flush=True)
     ranks.on_every_rank(fail, "rank 1 cannot read its file")
 

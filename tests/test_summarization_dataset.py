@@ -183,7 +183,7 @@ def test_tokenized_rows_are_not_cut(tmp_path, capsys):
     write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "labels": [5, 6]}])
     with pytest.raises(Problem, match="labels do not end in EOS"):
         load(**flags)
-    line = "the rows have text, so their input_ids are not used"
+    line = "uses text and headline; left out: input_ids"
     assert line not in capsys.readouterr().out
     write_rows(tmp_path / "x.jsonl", [{"input_ids": [5, 1], "text": "a", "headline": "b"}] * 2)
     load(dataset=path, val_dataset=(path,))
