@@ -294,7 +294,7 @@ def test_template_that_drops_content_is_refused(template, chat, message):
 def test_template_that_rejects_calls_is_no_fault_of_a_row():
     """--bad-rows skip would drop all rows with calls."""
     tokenizer = bpe(chat_template="{{ messages[1].tool_calls[0].arguments + '' }}")
-    with pytest.raises(Problem, match="rejects the chat: unsupported operand"):
+    with pytest.raises(Problem, match="rejects the chat"):
         encode([USER, CALL_TURN, RESULT, ASSISTANT], tokenizer)
 
 
