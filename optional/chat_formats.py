@@ -122,7 +122,8 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
         raise Problem("a row is a bad example, for KTO. Delete such rows, or the column.")
     if not is_trained(row, "row"):
         raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
-    result = {key: value for key, value in row.items() if key not in COLUMNS}
+    read = PREFERENCES if form in (*FORMATS, *PAIRS) else ()  # and refused: the first row had none
+    result = {key: value for key, value in row.items() if key not in COLUMNS or key in read}
     result["tools"] = from_json(row.get("tools"))
     prompt = row.get(form[0])
     if len(form) == 1:

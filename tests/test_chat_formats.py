@@ -172,6 +172,7 @@ def test_text_column_names_documents(tmp_path, capfd):
     ({"prompt": "a", "completion": "b", "label": "False"}, "a bad example, for KTO"),
     ({"conversations": [HUMAN, GPT], "kto_tag": "False"}, "a bad example, for KTO"),
     ({"query": "q", "response": "a", "kto_tag": 0}, "a bad example, for KTO"),
+    ({"messages": [ASK, ANSWER], "rejected": "b"}, "rejected"),
     ({"messages": "User: hi\nAssistant: yo"}, "messages is empty or not a list of objects"),
     ({"conversations": [HUMAN, GPT], "label": False}, "a bad example, for KTO"),
     ({"prompt": "a", "completion": 5}, "completion is empty or not"),
