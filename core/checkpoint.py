@@ -108,7 +108,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> d
     del moments["param_groups"]  # settings, which a resume takes from its flags
     are_tensors = all(isinstance(x, Tensor) for x in pytree.tree_leaves(moments))
     if settings(optimizer) != state["settings"] or not are_tensors:
-        raise Problem("Only tensors in `state` are saved, but the optimizer changes other values.")
+        raise Problem("Only tensors in `state` are saved, not changed param_groups or others.")
     return {"model": model_weights(model), "optimizer": moments} | _random_states()
 
 

@@ -115,7 +115,7 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         others = [each[name] for each in everyone if each[name] != value]
         if others:
-            raise Problem(f"{name} is {value} on one rank, {others[0]} on another. Use one.")
+            raise Problem(f"{name} is {value} on one rank, {others[0]} on another. Use one value.")
     return values
 
 

@@ -76,7 +76,7 @@ def open_model(
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
-        raise Problem(f"{directory} has no config.json. Pass a model, such as a run's final/.")
+        raise Problem(f"{directory} has no config.json. Pass a model: final/ (see --export-only).")
     # Python code of a model is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):

@@ -153,7 +153,7 @@ def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
 
 
 def test_warmup_that_is_not_shorter_than_the_run_is_refused():
-    with pytest.raises(Problem, match="The warm-up has 5 steps, but the run only 5. Lower --warm"):
+    with pytest.raises(Problem, match="The warm-up has 5 of 5 steps. Lower --warm"):
         steps.schedule("linear", 5, 5, 5, 0.85)
     assert steps.schedule("linear", 1, 1, 5, 0.85)(0) > 0
     assert steps.schedule("step", 5, 5, 5, 0.85)(0) == 1

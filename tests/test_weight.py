@@ -23,7 +23,7 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 ABOVE = {
     "T5_training.py": {"core lines": 2705, "density": 7.82},
     "gpt2_fsdp.py": {"core lines": 2678, "full lines": 3087, "density": 7.78},
-    "llama_fsdp.py": {"core lines": 3023, "density": 7.93},
+    "llama_fsdp.py": {"core lines": 3023, "density": 7.94},
     "core": {"lines": 1796},
 }
 
