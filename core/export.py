@@ -115,11 +115,11 @@ def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[s
 
 def add_stops(config: GenerationConfig, ends: Sequence[int], tokenizer: Tokenizer) -> None:
     """Add `ends` to the tokens that end a generation, and print them. Any rank."""
-    own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
-    stops = list(dict.fromkeys([*(own or []), *ends]))
-    if stops != own:
-        config.eos_token_id = stops
-        print0(f"Generation stops at {' '.join(tokenizer.convert_ids_to_tokens(stops))}")
+    own = config.eos_token_id  # may be no token, such as -1
+    own = own if isinstance(own, list) else [own] * (own is not None)
+    if new := [x for x in dict.fromkeys(ends) if x not in own]:
+        config.eos_token_id = [*own, *new]
+        print0(f"Generation also stops at {' '.join(tokenizer.convert_ids_to_tokens(new))}")
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -227,7 +227,11 @@ def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsy
     for _ in range(2):
         export.add_stops(config, chat_dataset.answer_ends(tokenizer), tokenizer)
     assert config.eos_token_id == stops
-    assert capsys.readouterr().out.count("Generation stops at") == 1
+    assert capsys.readouterr().out.count("Generation also stops at </s>") == 1
+    for own, stops in ((0, [0, 1]), (-1, [-1, 1]), (None, [1]), ([2, 3], [2, 3, 1])):
+        config.eos_token_id = own
+        export.add_stops(config, [1], tokenizer)
+        assert config.eos_token_id == stops
     change(llama / "generation_config.json", eos_token_id=2)
     export_base(llama, tmp_path / "final", "LlamaForCausalLM")
     assert read(tmp_path / "final/generation_config.json")["eos_token_id"] == [2, 1]
