@@ -229,7 +229,7 @@ def train(
     if start >= total_steps:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
     probe = checks.pairs(), collate  # optional: startup_checks
-    checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
     log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
@@ -402,6 +402,8 @@ def run_without_training(
     data = summarization_dataset.load, args.data, tokenizer, True
     _, val_sets = ranks.local_main_process_first(*data)
     collate = summarization_dataset.collator(model)  # optional: rouge
+    probe = checks.pairs(), summarization_dataset.collator(model)  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     results = validation(args, device, model, val_sets, StopRequest())
     triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)  # optional: rouge
     ranks.on_rank_zero(rouge.write, output / "predictions.jsonl", triples)  # optional: rouge

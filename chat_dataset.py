@@ -279,11 +279,9 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> str:
 
 
 def encode(chat: Chat, tokenizer: Tokenizer) -> list[Document]:
-    """Return the documents of a chat, whose first token is not a target.
-
-    Targets are the tokens of the assistant's turns, from after the header through the end marker.
-    EOS is appended to an answer that ends a document.
-    """
+    """Return the documents of a chat, whose first token is not a target. Targets are the tokens of
+    the assistant's turns, from after the header through the end marker. EOS is appended to an
+    answer that ends a document."""
     documents = []
     for text, answers in render(chat, tokenizer):
         documents += tokenize(text, answers, tokenizer)
@@ -296,11 +294,9 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> list[Document]:
 
 
 def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
-    """Render a chat. Return its documents as texts, with the answers in each.
-
-    Each answer is a target in one text, rendered without the turns after it: some templates drop
-    reasoning before the last question. Raise ValueError if a template is not fit for training.
-    """
+    """Return a chat's documents as texts, with the answers in each. Each answer is a target in one
+    text, rendered without the turns after it: some templates drop reasoning before the last
+    question. Raise ValueError if a template is not fit for training."""
     trained, tools = chat
     turns = [{key: x for key, x in turn.items() if key != "train"} for turn in trained]
     template = tokenizer.get_chat_template(tools=tools)
@@ -532,7 +528,7 @@ def collate(samples: list[Turns]) -> Batch:
 def answer_ends(tokenizer: Tokenizer) -> Ids:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
     after an answer, and the last one after a call, unless it also separates calls."""
-    ends = [tokenizer.eos_token_id]
+    ends, known = [tokenizer.eos_token_id], tokenizer.added_tokens_decoder
     word = "xyzzy"  # in no template
     call = {"type": "function", "function": {"name": "f", "arguments": {"of": word}}}
     calls = [{"content": "", "tool_calls": [call] * count} for count in (1, 2)]
@@ -542,7 +538,7 @@ def answer_ends(tokenizer: Tokenizer) -> Ids:
             text = tokenizer.apply_chat_template(turns, tokenize=False)
             _, *between, after = text.split(word)
             ids = tokenizer([after, "".join(between)], add_special_tokens=False).input_ids
-            added = [x for x in ids[0] if x in tokenizer.added_tokens_decoder]
+            added = [x for x in ids[0] if x in known and str(known[x]).strip()]  # Gemma has "\n"
             ends += added[-1:] if "tool_calls" in turn else added
             ends = [x for x in ends if x not in ids[1] or x == tokenizer.eos_token_id]
     return ends

@@ -6,10 +6,9 @@
     sbatch --nodes 2 launch.slurm gpt2_fsdp.py --strategy hybrid_shard
 
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
-learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any
-causal model in Transformers can be trained by its --model-name; for one of your own, replace MODEL
-and BLOCKS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted. Attention
-crosses document boundaries here, but not in llama_fsdp.py.
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any causal
+model in Transformers trains by its --model-name; for your own, replace MODEL and BLOCKS. Lines that
+end in `# optional: NAME` can be deleted. Attention crosses document boundaries here.
 """
 
 import re
@@ -265,7 +264,7 @@ def train(
     if start >= total_steps:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
-    checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
     log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
@@ -431,6 +430,8 @@ def run_without_training(
         return
     checkpoint.check_evaluated(output, args.model.model_name)
     _, val_sets = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer, True)
+    probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     results = validation(args, device, model, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))
 

@@ -253,7 +253,7 @@ def train(
     if start >= total_steps:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
     probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
-    checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
     log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
@@ -424,6 +424,8 @@ def run_without_training(
         return
     options = args.data, tokenizer, args.optim.seed, True
     _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)
+    probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
+    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
     results = validation(args, device, model, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))
 

@@ -65,7 +65,7 @@ def new_state(
         "loss_sums": [0.0],  # of each rank, since that line
         "scaler": {},
         "settings": settings(optimizer),
-        "flags": vars(args.model) | vars(args.optim),
+        "flags": vars(args.model) | vars(args.optim) | vars(getattr(args, "adapters", args.model)),
         "identity": ranks.compare_ranks(identity),
     }
 
@@ -98,7 +98,7 @@ def check_evaluated(output: Path, model_name: str) -> None:
     parent = Path(model_name).absolute().parent  # best/ and final/ may be links
     if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
         raise Problem(f"--model-name {model_name} is not the run in {output}. Pass --model-name "
-                      f"{output}/final, or for adapters the run's flags.")  # fmt: skip
+                      f"{output}/final (by --export-only), or adapters' flags.")  # fmt: skip
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .ranks import Problem, local_main_process_first, on_rank_zero, print0
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
-TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
+TEXT_PART = "language_model."  # in the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$|"
@@ -174,9 +174,11 @@ def _read_model(
         for key in file.keys():  # noqa: SIM118 (it is not a dict)
             device = "cpu" if needs_weights or not IN_LAYER.search(key) else "meta"
             tensors[key] = file.get_tensor(key).to(device).as_subclass(_Stored)
-    text = {k.removeprefix(TEXT_PART): x for k, x in tensors.items() if k.startswith(TEXT_PART)}
+    kept = TEXT_PART, f"model.{TEXT_PART}", "lm_head."
+    if any(key.startswith(kept[:2]) for key in tensors):  # multimodal
+        tensors = {k.replace(TEXT_PART, "", 1): x for k, x in tensors.items() if k.startswith(kept)}
     model, report = library_class(kind).from_pretrained(
-        None, config=config, state_dict=text or tensors, dtype=torch.float32,
+        None, config=config, state_dict=tensors, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,  # they are in the report
     )  # fmt: skip
     report["unexpected_keys"] = [x for x in report["unexpected_keys"] if not OLD_BUFFERS.search(x)]

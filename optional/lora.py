@@ -197,10 +197,8 @@ class Linear4bit(nn.Linear):
         self.weight.whole_shape = torch.Size([outputs, width])
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.
-
-        Quantize whole tensors, because the second quantization takes the mean of all scales.
-        """
+        """Return a whole `weight`, floats [outputs, width], as bytes for `self.weight`; keep the
+        scales. The second quantization takes the mean of all of them."""
         if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
             raise Problem(f"bitsandbytes is wrong for width {weight.shape[1]} on a CPU. Use a GPU.")
         from bitsandbytes.functional import quantize_4bit

@@ -64,12 +64,9 @@ def _needs_mask(config: transformers.PretrainedConfig, length: int) -> bool:
 
 
 def varlen_kernel(name: str, precision: str) -> Callable:
-    """Return the attention kernel for packed documents called `name` (flash or varlen).
-
-    It takes queries, keys and values [positions, heads, head size], the latter two with as many or
-    fewer heads, cumulative document lengths (int32), the largest length and the scale. Raise
-    Problem if it cannot run here.
-    """
+    """Return the kernel `name` (flash or varlen) for packed documents. It takes queries, keys and
+    values [positions, heads, head size], the latter two with as many or fewer heads, cumulative
+    document lengths (int32), the largest length and the scale. Raise Problem if it cannot run."""
     if name == "varlen" and not torch.accelerator.is_available():
         return per_document
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)

@@ -49,6 +49,10 @@ def check_length(args: Any, name: str, config: PretrainedConfig) -> None:
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise Problem if an optimizer would train incorrectly on the shards of a model; print a line
     if it may."""
+    updated = {x for group in optimizer.param_groups for x in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in updated:
+            raise Problem(f"The optimizer lacks {name}. Add it, or freeze it in wrap_model.")
     if not isinstance(model, FSDP | FSDPModule) or dist.get_world_size() == 1:
         return
     if isinstance(optimizer, torch.optim.Adafactor):
@@ -86,8 +90,8 @@ def chats(args: Any) -> list[Any]:
 
 @torch.no_grad()
 def check_model(
-    model: nn.Module, summed_loss: Callable, samples: list[Any],
-    collate: Callable, device: torch.device, precision: str,
+    args: Any, device: torch.device, model: nn.Module, summed_loss: Callable, samples: list[Any],
+    collate: Callable,
 ) -> None:  # fmt: skip
     """Raise Problem, on all ranks, if a model with its weights would train incorrectly: its loss is
     not a sum or not computed from its own logits, or these depend on later tokens, other documents
@@ -97,7 +101,7 @@ def check_model(
     with (
         torch.compiler.set_stance("force_eager"),
         policies.evaluation(model),
-        policies.autocast(model, device, precision),
+        policies.autocast(model, device, args.sharding.precision),
     ):
         # FSDP records its prefetch order in the first pass, so run it as in training.
         with _recorded_logits(model, summed_loss) as recorded:
@@ -111,7 +115,7 @@ def check_model(
     second = together[len(first) :]
     labels = probe[0]["labels"]
     common = (labels[0] == labels[1]).cumprod(0).sum()
-    rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
+    rounding = 4 * torch.finfo(policies.PRECISIONS[args.sharding.precision].param_dtype).eps
     noise = max(rounding, 1e-4)
     _check_equal(together[:common], second[:common], noise, NOT_CAUSAL)
     if "decoder_input_ids" in probe[0]:
@@ -124,7 +128,7 @@ def check_model(
         _check_equal(after_itself, after_other, noise / 16, LEAK)
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
-    _check_equal(losses[0], losses[0] + empty, 0, NOT_A_SUM)  # of a term that is a mean
+    _check_equal(losses[0], losses[0] + empty.nan_to_num(1.0), 0, NOT_A_SUM)  # a mean
     if token_loss := summed_loss.__globals__.get("token_loss"):
         # Exactly, because a second term may be small.
         some, targets = together[:4], labels[labels != -100][:4]

@@ -12,7 +12,7 @@ import transformers
 from conftest import weights as stored
 from plain import save
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_weights import T5, VISION
 from torch import nn
 
@@ -152,6 +152,16 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
     expected = config.text_config.to_dict()
     for name in ("rope_parameters", "layer_types", "sliding_window", "tie_word_embeddings"):
         assert loaded.config.to_dict()[name] == expected[name]
+    tensors = load_file(base / "model.safetensors")
+    newer = {
+        k.replace("language_model.model.", "model.language_model."): tensors[k] for k in tensors
+    }
+    assert newer.keys() != tensors.keys()  # Gemma 4 has these
+    save_file(newer, base / "model.safetensors", {"format": "pt"})
+    before = load_file(final / "model.safetensors")
+    export_base(base, final, "Gemma3ForCausalLM")
+    after = load_file(final / "model.safetensors")
+    assert all(x.equal(before[k]) for k, x in after.items()) and after.keys() == before.keys()
 
 
 def random_llama() -> nn.Module:
@@ -221,7 +231,7 @@ NO_END = CALLS.replace("<call>", "")  # after calls, only what separates them
 def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsys):
     """The base stops at 2 only. The tokenizer's EOS is 1, 258 ends a turn, and 260 a call."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    tokenizer.add_tokens(["<end>", "<next>", "<call>"])
+    tokenizer.add_tokens(["<end>", "<next>", "<call>", "\n"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
     config = transformers.GenerationConfig(eos_token_id=2)
     for _ in range(2):

@@ -77,6 +77,8 @@ def test_top_p_and_temperature_change_the_sampling(gpt2_directory):
     hot = ["one", "--temperature", 50, "--max-new-tokens"]
     assert generate(gpt2_directory, *hot, 5, "--top-p", 1e-6).stdout == expected
     assert generate(gpt2_directory, *hot, 30).stdout != expected
+    cold = ["--temperature", "0", "--max-new-tokens", 5, "one"]  # flags before the prompt
+    assert generate(gpt2_directory, *cold).stdout == expected
 
 
 def test_invalid_values_exit_with_one_message(chat_directory, gpt2_directory, tmp_path):

@@ -23,6 +23,14 @@ def test_schedules_follow_their_formulas():
     assert rates["cosine"][2] == 1 and rates["cosine"][6] == pytest.approx(0.5)
 
 
+def test_optimizer_without_some_trained_parameters_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="lacks bias. Add it, or freeze it"):
+        startup_checks.check_optimizer(model, torch.optim.SGD([model.weight]))
+    model.bias.requires_grad_(False)
+    startup_checks.check_optimizer(model, torch.optim.SGD([model.weight]))
+
+
 class Counting(torch.optim.SGD):
     """Step n moves each weight by lr / n; n is outside of the optimizer's `state`."""
 
@@ -53,7 +61,7 @@ def test_optimizers_of_shards_are_elementwise(base, advice, monkeypatch, capfd):
     factored, other = torch.optim.Adafactor(model.parameters()), Custom(model.parameters())
     for optimizer in factored, other:
         startup_checks.check_optimizer(model, optimizer)  # as in DDP
-    shards = object.__new__(type("Sharded", (base,), {}))
+    shards = object.__new__(type("Sharded", (base,), {"named_parameters": lambda _: ()}))
     with pytest.raises(ValueError, match="Pass --strategy ddp"):
         startup_checks.check_optimizer(shards, factored)
     startup_checks.check_optimizer(shards, torch.optim.SGD(model.parameters(), lr=1.0))

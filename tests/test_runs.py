@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from chaos import is_over, workers
@@ -290,7 +291,9 @@ def test_evaluation_rejects_models_that_the_run_has_not_trained(
     for model in (finished / "checkpoints/step-00000004", finished):
         assert run([*flags, "--model-name", str(model)], finished.with_name("new")) == 1
         assert "Pass a model: final/ (see --export-only" in capfd.readouterr().err
-    assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
+    with mock.patch.object(gpt2_fsdp.checks, "check_model") as check:
+        assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
+    check.assert_called_once()
 
 
 def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_path):

@@ -151,8 +151,7 @@ def check(script: ModuleType, args: Any, device: torch.device) -> nn.Module:
         probe = startup_checks.blocks(), script.block_dataset.collate
     else:
         probe = startup_checks.chats(args.data), script.chat_dataset.collate
-    options = device, args.sharding.precision
-    startup_checks.check_model(model, script.summed_loss, *probe, *options)
+    startup_checks.check_model(args, device, model, script.summed_loss, *probe)
     return model
 
 
@@ -244,7 +243,7 @@ def test_checks_run_in_evaluation_mode_and_restore_mode_and_methods(device):
     samples = startup_checks.chats(args.data), script.chat_dataset.collate
     for mode in (True, False):
         model.train(mode)
-        startup_checks.check_model(model, script.summed_loss, *samples, device, "fp32")
+        startup_checks.check_model(args, device, model, script.summed_loss, *samples)
         assert all(module.training is mode for module in model.modules())
     assert set(modes) == {False} and counter.frame_count == 0
     assert model.module.lm_head.token_loss is script.token_loss

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--system", help="system turn of each chat")
     parser.add_argument("--temperature", type=float, help="0: greedy (default: the model's)")
     parser.add_argument("--top-p", type=float, help="share to sample from (default: the model's)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     settings = {"temperature": args.temperature, "top_p": args.top_p}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not (0 <= settings.get("temperature", 1) < 100 and 0 < settings.get("top_p", 1) <= 1):
