@@ -47,7 +47,7 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
 {%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
 {%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
-{{- raise_exception('user and assistant must alternate; --chat-template chatml is freer') -}}
+{{- raise_exception('user and assistant must alternate (not with --chat-template chatml)') -}}
 {%- elif turn['role'] == 'user' -%}
 {{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
 {{- turn['content'] | trim + ' [/INST]' -}}
@@ -308,7 +308,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
             options = {"add_generation_prompt": is_prompt, "tokenize": False}
             text = tokenizer.apply_chat_template(turns, tools, chat_template=template, **options)
         except Exception as error:  # a template is a program and may raise anything
-            has_calls = tools or any("tool_calls" in turn for turn in trained)  # as others
+            has_calls = tools or any("tool_calls" in turn for turn in trained)  # as others have
             kind = Problem if has_calls else ValueError
             raise kind(f"the chat template rejects the chat: {error}") from error
         return text if is_prompt else text.rstrip()  # the end marker's line break is of no turn
@@ -423,7 +423,7 @@ def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int
     kept = np.flatnonzero(cut < 2)
     print0(f"{name}, {split}: {len(kept):,} of {len(rows):,} documents")
     if count := np.count_nonzero(cut):
-        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out if no answer stays")
+        print0(f"  {count:,} are cut to --max-seq-length {length}, or left out: no answer fits")
     if 2 * len(kept) < len(rows):
         raise Problem(f"{name}: most answers start after --max-seq-length {length}. Raise it.")
     return rows.select_columns(["input_ids", "labels"]).select(kept)

@@ -300,8 +300,8 @@ def token_ids(
         raise ValueError(f"{column} has {min(ids)} to {max(ids)}, no token of {len(tokenizer)}")
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
     is_padded = pad in (ids[0], ids[-1]) and pad not in (eos, bos)
-    twice = {*ids[:1]} & {*ids[1:2]} | {*ids[-1:]} & {*ids[-2:-1]}
-    added = tokenizer.added_tokens_decoder if twice else {}  # a model without a pad has others
+    twice = [x for x in (ids[0], ids[-1]) if [x, x] in (ids[:2], ids[-2:])]
+    added = tokenizer.added_tokens_decoder if twice else {}  # some pad with an unnamed one
     if is_padded or any(x in (eos, bos, pad) or x in added and added[x].special for x in twice):
         raise ValueError("the tokens begin or end in padding, or with BOS twice")
     return ids

@@ -128,7 +128,7 @@ def check_model(
         _check_equal(after_itself, after_other, noise / 16, LEAK)
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
-    _check_equal(losses[0], losses[0] + empty.nan_to_num(1.0), 0, NOT_A_SUM)  # a mean
+    _check_equal(losses[0], losses[0] + empty.nan_to_num(1.0), 0, NOT_A_SUM)  # NaN: a mean
     if token_loss := summed_loss.__globals__.get("token_loss"):
         # Exactly, because a second term may be small.
         some, targets = together[:4], labels[labels != -100][:4]

@@ -437,7 +437,7 @@ def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):
     assert max(map(len, rows["input_ids"])) == max(map(len, rows["labels"])) == 151
     out = capfd.readouterr().out
     assert "x, train: 50 of 100 documents\n" in out
-    assert "  50 are cut to --max-seq-length 150, or left out if no answer stays" in out
+    assert "  50 are cut to --max-seq-length 150, or left out: no answer fits" in out
 
 
 def test_packs_depend_on_seed_and_epoch():

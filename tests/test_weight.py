@@ -21,7 +21,7 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2709, "density": 7.85},
+    "T5_training.py": {"core lines": 2709, "density": 7.84},
     "gpt2_fsdp.py": {"core lines": 2681, "full lines": 3094, "density": 7.81},
     "llama_fsdp.py": {"core lines": 3023, "density": 7.98},
     "core": {"lines": 1798},
