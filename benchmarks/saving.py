@@ -105,9 +105,6 @@ class Ours:
         note()
         ranks.on_rank_zero(checkpoint.prune, self.checkpoints, 1, path)
 
-    def wait(self) -> None:
-        """Do nothing: the save is on the disk."""
-
     def resume(self) -> float:
         """Resume from the newest checkpoint; return the time when it is restored."""
         newest = checksums.find_intact(self.checkpoints)
@@ -149,9 +146,6 @@ class Transformers:
         self.model.save_pretrained(self.saved, distributed_checkpoint=True)
         save_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
         note()
-
-    def wait(self) -> None:
-        """Do nothing, because no save is in the background."""
 
     def resume(self) -> float:
         """Load the saved model and optimizer; return the time when they are ready."""
@@ -239,7 +233,6 @@ def save(way: Ours | Transformers, saves: int) -> dict[str, float]:
         start = time.perf_counter()
         seconds["save"].append(timed(way.save, lambda *_, ends=ends: ends.put(time.perf_counter())))
         seconds["step beside"].append(timed(way.step))
-        way.wait()
         seconds["on disk"].append(ends.get() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
