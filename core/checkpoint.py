@@ -193,7 +193,7 @@ def load(
     "settings" of `state`. Raise Problem if the "identity" was another: it is a different run."""
     saved = compare_runs(path, state["identity"])
     for name, was in saved["flags"].items():
-        if was != (value := state["flags"].get(name)):
+        if json.dumps(value := state["flags"].get(name)) != json.dumps(was):  # JSON has no tuples
             print0(f"--{name.replace('_', '-')} is {value}, was {was}.")
     print0(f"Resuming from {path}")
     load_weights(path, model)  # first, so that a state dict of both is never in memory

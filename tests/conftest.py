@@ -75,8 +75,8 @@ def launch(
         command[1:1] = [*torchrun, str(processes)]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600} | options
     if path.startswith(str(ROOT / "tests/workers")):
-        paths = os.pathsep.join(str(ROOT / folder) for folder in WORKER_PATHS)
-        options.setdefault("env", os.environ | {"PYTHONPATH": paths})
+        paths = [*(str(ROOT / folder) for folder in WORKER_PATHS), *sys.path]
+        options.setdefault("env", os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     result = subprocess.run(command, **options)
     if check:
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr[-6000:]}"

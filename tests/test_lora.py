@@ -210,7 +210,7 @@ def test_resume_rejects_changed_adapters_or_base(
     assert message in error
 
 
-def test_one_rank_resumes_two(flags, wide_llama, tmp_path):
+def test_one_rank_resumes_two(flags, wide_llama, tmp_path, capfd):
     common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0"]
     one = [*common, "--batch-size", "4"]
     one_run, resumed_run = tmp_path / "whole", tmp_path / "parts"
@@ -218,7 +218,10 @@ def test_one_rank_resumes_two(flags, wide_llama, tmp_path):
     two = [*common, "--batch-size", "2", "--checkpoint-type", "full"]
     killed = ["llama_fsdp", 0, 7, *two, "--output-dir", resumed_run]
     assert launch(2, "tests/workers/killed.py", *killed, check=False).returncode
+    capfd.readouterr()
     assert start(llama_fsdp, *one, "--output-dir", resumed_run) == 0
+    changed = [line for line in capfd.readouterr().out.splitlines() if ", was " in line]
+    assert changed == ["--batch-size is 4, was 2."]
     for event in ("train", "val"):
         assert losses(resumed_run, event) == pytest.approx(losses(one_run, event), abs=1e-5)
     model = peft.PeftModel.from_pretrained(load_base(wide_llama, False), resumed_run / "final")
