@@ -129,7 +129,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     def convert(row: Row) -> list[Row]:
         if form:
             turns, tools = read_chat(row, form)
-            text = "\n".join(turn["content"] for turn in turns)
+            text = str((turns, tools))
             first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
             prompt = [*first] or turns
             documents = encode((turns, tools), tokenizer)
@@ -179,6 +179,8 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     elif columns.keys() >= {"prompt", "completion"}:
         form = ("prompt", "completion")
     form = chat_formats.find_columns(name, columns, form, args)  # optional: chat_formats
+    if any(pair) and form != pair:
+        print0(f"{name} has no {' or '.join(map(str, pair))}: it is read by its own columns")
     if not form and args.text_column not in columns and "input_ids" not in columns:
         advice = "Write messages, or pass --text-column or --prompt-column and --completion-column."
         raise reading.no_columns(name, ["messages"], columns, advice)

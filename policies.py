@@ -95,8 +95,7 @@ def compute_precision(precision: str) -> str:
 def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
     """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
     model of class `own`, else those of the items of its outermost ModuleLists with two or more,
-    except torch.nn's. Raise Problem if `blocks` lacks one: they would silently be in the root unit.
-    """
+    except torch.nn's. Raise Problem if `blocks` lacks one: it would be in the root unit."""
     layers: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for stack in model.modules():  # outer ones first

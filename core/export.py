@@ -31,7 +31,7 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 FILE_BYTES = 5_000_000_000  # of a file, at most, unless one tensor is larger
 TOKENIZER_FILES = ("*token*.json", "*.model", "*.spm", "vocab.*", "merges.txt")
 # Suffixes of settings that differ in training only.
-OF_TRAINING = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, *weights.ACTIVATIONS, "pad_token_id",
+OF_TRAINING = (*weights.SWITCHED_OFF, *weights.ACTIVATIONS, "use_cache", "pad_token_id",
                "name_or_path")  # fmt: skip
 
 

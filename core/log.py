@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .ranks import Problem, on_every_rank, on_rank_zero, print0
-
-T = TypeVar("T")
 
 
 def open_directory(directory: Path) -> None:
@@ -98,7 +96,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 999_999 else f"{value:.4g}".replace("e+", "e")
 
 
-def progress(items: Iterable[T], text: str, total: int, done: int = 0) -> Iterable[T]:
+def progress(items: Iterable, text: str, total: int, done: int = 0) -> Iterable:
     """Return items, with a bar on rank 0 if it has a terminal."""
     hidden = None if dist.get_rank() == 0 else True  # None: unless there is a terminal
     options = {"initial": done, "leave": False, "dynamic_ncols": True}

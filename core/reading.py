@@ -29,7 +29,6 @@ Parts = dict[str, Dataset]  # rows or samples by split: train, and maybe validat
 
 LINE = "json line"  # the only column of files: a row as JSON, which `parse` reads
 UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV files
-TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
 TOKENS = ("input_ids", "labels", "token_type_ids", "special_tokens_mask")  # of tokenized rows
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
@@ -178,7 +177,7 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
         raise Problem(f"The first row of {name} cannot be read: {error}. {advice}") from None
     columns = [x for x in row.values() if isinstance(x, dict | list)]
     is_table = len(columns) == len(row) and len({*map(len, columns)}) == 1
-    if len(rows) == 1 and is_table and any({*map(type, x)} in TABLE_TYPES for x in columns):
+    if len(rows) == 1 and is_table and any({*map(type, x)} in ({str}, {list}) for x in columns):
         raise Problem(f"{name} is a table in a row. Pass orient='records', lines=True to to_json.")
     return row
 
@@ -248,6 +247,7 @@ def map_rows(
     rows = rows.select_columns([x for x in rows.column_names if x in wanted])
     types = rows.features
     skipped: list[int] = []  # by this process
+    processes = len(os.sched_getaffinity(0)) if len(rows) > LARGE else None
 
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         samples = []
@@ -261,7 +261,7 @@ def map_rows(
                 if bad_rows == "fail":
                     raise Problem(f"{problem}. Correct it, or pass --bad-rows skip.") from None
                 skipped.append(number)
-                if len(skipped) <= 10:
+                if len(skipped) <= max(1, 10 // (processes or 1)):
                     print0(f"Skipped {problem}")
         return {kind: [sample[kind] for sample in samples] for kind in features}
 
@@ -271,7 +271,7 @@ def map_rows(
     samples = rows.map(
         convert, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features),
-        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+        num_proc=processes,
     )  # fmt: skip
     if len(samples) == 0:
         raise Problem(f"Data set {name} has no usable rows among {len(rows)}.")

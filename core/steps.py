@@ -82,8 +82,7 @@ def ordered_loader(
 
 def parameter_groups(model: nn.Module, shapes: dict[str, torch.Size], decay: float) -> list[dict]:
     """Return the trained parameters in two groups: `decay` is the weight decay of those that are
-    not norms, biases or one-dimensional. `shapes` are those before FSDP1 flattened them, by name.
-    """
+    not norms, biases or one-dimensional. `shapes` are those before wrapping, by name."""
     inner = unwrapped(model)
     norms = set()
     for module in inner.modules():

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from .ranks import Problem, local_main_process_first, on_rank_zero, print0
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
-WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # in the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
@@ -29,7 +28,6 @@ OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 # Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes: of
 # a field that lets ranks skip different layers, and of one that makes validation divide weights.
-FOR_TRAINING = ("use_cache",)
 ACTIVATIONS = ("activation_function", "dense_act_fn")
 SWITCHED_OFF = ("layerdrop", "rescale_every")
 
@@ -73,7 +71,7 @@ def open_model(
     class is `own`, or the one that Transformers' Auto class has for the config. Raise Problem if
     there is none; `others` is a sentence on models of another kind. Only rank 0's node downloads
     weights."""
-    patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
+    patterns = [*SETTINGS, "model*.safetensors"] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
         raise Problem(f"{directory} has no config.json. Pass a model: final/ (see --export-only).")
@@ -81,11 +79,16 @@ def open_model(
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise Problem(f"{name} is quantized. Pass its weights in 16 or 32 bits.")
+    if (directory / "adapter_config.json").is_file():
+        raise Problem(f"{name} has adapters, which would be ignored. Pass a merged model.")
     config, kind = model_class(config, own)
     if kind is None:
         raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
-    return directory, config, kind, load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    if len(tokenizer) > (rows := getattr(config, "vocab_size", len(tokenizer))):
+        print0(f"Tokens from {rows:,} of {len(tokenizer):,} would fail: the embedding has no rows.")
+    return directory, config, kind, tokenizer
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:

@@ -117,8 +117,7 @@ def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: f
 def register(kernel: Callable, longest: int = 0) -> None:
     """Register `kernel` in Transformers as the attention "packed", which uses the document lengths
     of the batch instead of a mask. It raises Problem if a layer passes something that the kernel
-    does not support: a mask or bias, a soft cap, sinks, dropout, or a window below `longest`.
-    """
+    does not support: a mask, bias, soft cap, sinks, dropout, or a window below `longest`."""
 
     def packed(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None,

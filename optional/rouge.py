@@ -55,8 +55,7 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
     """Yield `generate(batch, length)`, which does not sample and returns int64 [batch, tokens].
     The model's generation config applies, except for ONE_TEXT and --num-beams. Generation runs
     outside the root's forward, so FSDP1's root is gathered around it. The blocks gather themselves,
-    and `synced_gpus` gives all ranks the same number of forward passes.
-    """
+    and `synced_gpus` gives all ranks the same number of forward passes."""
     root = contextlib.nullcontext()
     if isinstance(model, FSDP):
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)

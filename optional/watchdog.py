@@ -1,6 +1,5 @@
 """Stacks of a rank that hangs. Without this file, a rank that waits forever ends by the time-out of
-a collective, and nothing tells where it was.
-"""
+a collective, and nothing tells where it was."""
 
 import faulthandler
 from pathlib import Path

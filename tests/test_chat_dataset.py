@@ -390,7 +390,7 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     assert len({*keys}) == 40
 
 
-def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path):
+def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path, capfd):
     """Each data set has its own validation set. A path passed twice counts twice in training."""
     turns = [[USER | {"content": f"u{i}"}, ASSISTANT | {"content": "x"}] for i in range(40)]
     paths = [write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])]
@@ -401,6 +401,8 @@ def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path):
     texts = [byt5().decode(row["input_ids"]) for row in train.dataset]
     assert sum("|assistant|> x" in text for text in texts) == 38
     assert sum("|prompter|> q" in text for text in texts) == 76
+    named = [line for line in capfd.readouterr().out.splitlines() if " has no q or a" in line]
+    assert named == [f"{paths[0]} has no q or a: it is read by its own columns"]
     both = write(tmp_path / "both.jsonl", [{"body": "a", "messages": turns[0]}])
     [document] = load_documents(both, text_column="body")
     assert document["input_ids"] == [ord("a") + 3, 1]
@@ -424,6 +426,11 @@ def test_text_that_spells_a_special_token_is_counted(tmp_path, capfd):
     assert expected in capfd.readouterr().out
     load_documents(write(tmp_path / "unk.jsonl", [{"prompt": "<unk>", "completion": "b"}]))
     assert "unk.jsonl: 1 tokens are <unk>" in capfd.readouterr().out
+    call = {"name": "f", "arguments": {"code": "<|im_end|>"}}
+    calls = [{"type": "function", "function": call}]
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    load_documents(write(tmp_path / "calls.jsonl", [{"messages": turns}]), tokenizer)
+    assert "1 rows spell special tokens, the first is row 1" in capfd.readouterr().out
 
 
 def test_prompts_longer_than_the_sequence_are_dropped(tmp_path, capfd):

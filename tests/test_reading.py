@@ -159,13 +159,18 @@ def test_bad_file_causes_one_message(name, tmp_path, monkeypatch):
     assert "\n" not in str(error.value) and name in str(error.value)
 
 
-def test_bad_rows_are_skipped_and_named(tmp_path, capfd):
+def test_bad_rows_are_skipped_and_named(tmp_path, monkeypatch, capfd):
     lines = ["text,headline", *(f"text {i},line {i}" for i in range(60)), "a,b,c", *["d"] * 12]
     (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
     assert texts(tmp_path / "x.csv", "skip") == [f"text {i}" for i in range(60)]
     printed = capfd.readouterr().out
     assert printed.count("Skipped") == 10 and "row 61: the row has other" in printed
     assert "x.csv: 60 samples of 73 rows" in printed
+    monkeypatch.setattr(reading, "LARGE", 50)  # then several processes map the rows
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    (tmp_path / "y.csv").write_text("\n".join(["text,headline", *["a,b", "c"] * 40]) + "\n")
+    assert texts(tmp_path / "y.csv", "skip") == ["a"] * 40
+    assert capfd.readouterr().out.count("Skipped") == 9
     (tmp_path / "all.jsonl").write_text(jsonl([{"text": 1, "headline": "x"}] * 6))
     with pytest.raises(Problem, match="all.jsonl has no usable rows among 6"):
         texts(tmp_path / "all.jsonl", "skip")

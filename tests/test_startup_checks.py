@@ -93,6 +93,8 @@ EDITS = {
     "GPT-2: second term": Edit(GPT2, None, {f"{SUM})": f"{SUM}){Z_LOSS}[targets != -100].sum()"}),
     "GPT-2: mean over rows": Edit(
         GPT2, NOT_A_SUM, {"targets=batch[": 'targets=batch["labels"]) / len(batch['}),
+    "GPT-2: loss that depends on the number of rows": Edit(
+        GPT2, NOT_A_SUM, {"targets=batch[": 'targets=batch["labels"]) * 0.93 ** len(batch['}),
     "GPT-2: trained padding": Edit(GPT2, NOT_A_SUM, data={"width + 1), -100": "width + 1), 0"}),
     "GPT-2: scaled hidden states": Edit(
         GPT2, OTHER_LOGITS, {"(hidden.flatten(0, 1)": "(1.1 * hidden.flatten(0, 1)"}),

@@ -169,6 +169,8 @@ def replace_tokenizer(directory: Path, kind: str) -> None:
     (lambda directory: change(directory, model_type="t5"), "which this script cannot train"),
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
      "is quantized. Pass its weights in 16 or 32 bits"),
+    (lambda directory: (directory / "adapter_config.json").write_text("{}"),
+     "has adapters, which would be ignored. Pass a merged model"),
     (lambda directory: change(directory, output_router_logits=True),
      "has output_router_logits, but no auxiliary loss is added here"),
     (lambda directory: replace_tokenizer(directory, "LlamaTokenizer"),
@@ -176,13 +178,25 @@ def replace_tokenizer(directory: Path, kind: str) -> None:
     (lambda directory: replace_tokenizer(directory, "PreTrainedTokenizerFast"),
      "has a tokenizer without an EOS token"),
 ])  # fmt: skip
-def test_unsuitable_directory_is_refused(damage, message, process_group, llama_directory, tmp_path):
+def test_unsuitable_directory_is_refused(
+    damage, message, process_group, llama_directory, tmp_path, capfd
+):
     shutil.copytree(llama_directory, tmp_path, dirs_exist_ok=True)
     weights.open_model(str(tmp_path), LlamaForCausalLM, "Pass a llama.")
+    assert "embedding" not in capfd.readouterr().out
     damage(tmp_path)
     with pytest.raises(ranks.Problem, match=re.escape(message)):
         _, config, *_ = weights.open_model(str(tmp_path), LlamaForCausalLM, "Pass a llama.")
         weights.new_model(LlamaForCausalLM, config, tmp_path)
+
+
+def test_tokens_without_a_row_in_the_embedding_are_named(
+    process_group, llama_directory, tmp_path, capfd
+):
+    shutil.copytree(llama_directory, tmp_path, dirs_exist_ok=True)
+    change(tmp_path, vocab_size=300)
+    weights.open_model(str(tmp_path), LlamaForCausalLM, "Pass a llama.")
+    assert "Tokens from 300 of 384 would fail" in capfd.readouterr().out
 
 
 def test_text_part_of_multimodal_model_is_complete(process_group, tmp_path):
