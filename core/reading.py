@@ -4,6 +4,7 @@ Rows of text, CSV and JSON files are stored as lines of JSON, because Arrow woul
 `datasets` caches the results: let one process per node load first. Any rank may call these.
 """
 
+import contextlib
 import csv
 import gc
 import gzip
@@ -168,10 +169,11 @@ def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
 
 
 def first_row(name: str, rows: Dataset) -> dict[str, Any]:
-    """Return the first row, whose keys are the columns, without decoding images. Raise Problem if
-    there is none, or if it is a whole table."""
+    """Return the first row, with what only some of the next 99 have, so that its keys are the
+    columns, without decoding images. Raise Problem if there is none, or if it is a whole table."""
+    head = rows.with_format("arrow")[:100].to_pylist()
     try:
-        row = parse(rows.with_format("arrow")[:1].to_pylist()[0])
+        row = parse(head[0])
     except (ValueError, IndexError) as error:
         advice = "Write an object per line." * isinstance(error, json.JSONDecodeError)
         raise Problem(f"The first row of {name} cannot be read: {error}. {advice}") from None
@@ -179,6 +181,9 @@ def first_row(name: str, rows: Dataset) -> dict[str, Any]:
     is_table = len(columns) == len(row) and len({*map(len, columns)}) == 1
     if len(rows) == 1 and is_table and any({*map(type, x)} in ({str}, {list}) for x in columns):
         raise Problem(f"{name} is a table in a row. Pass orient='records', lines=True to to_json.")
+    for other in head[1:]:
+        with contextlib.suppress(ValueError):
+            row = parse(other) | row
     return row
 
 

@@ -171,6 +171,9 @@ def _read_model(
     index = directory / "model.safetensors.index.json"
     if index.is_file() and not (directory / "model.safetensors").is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise Problem(f"{directory} has no {min(missing)}. Save the model by save_pretrained of "
+                      "Transformers, which reads files of PyTorch too.")  # fmt: skip
     tensors: Source = {}
     for name in sorted(names):
         file = safe_open(directory / name, framework="pt")

@@ -54,7 +54,7 @@ def test_json_values_equal_the_file(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if "gz" in name else text.encode())
     assert json.dumps(rows_of(tmp_path / name)) == json.dumps(VALUES)
     rows = reading.read(str(tmp_path / name))["train"]
-    assert [*reading.first_row("x", rows)] == ["text", "n", "of"]
+    assert [*reading.first_row("x", rows)] == ["text", "n", "late", "of"]
 
 
 @pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz", "e.tsv.parts/f.csv"])
@@ -189,6 +189,13 @@ def test_many_rows_are_mapped_in_order(directory, tmp_path, monkeypatch):
     rows = [{"text": f"t {i}", "headline": "h"} for i in range(1001)]
     (tmp_path / "x.jsonl").write_text(jsonl(rows))
     assert texts(tmp_path / "x.jsonl") == [row["text"] for row in rows]
+
+
+def test_columns_of_later_rows_are_named(tmp_path, capfd):
+    rows = [{"text": "a", "headline": "b"}, 1, {"text": "a", "headline": "b", "context": "c"}]
+    (tmp_path / "x.jsonl").write_text(jsonl(rows))
+    assert texts(tmp_path / "x.jsonl", "skip") == ["a", "a"]
+    assert "uses text and headline; left out: context" in capfd.readouterr().out
 
 
 def test_cache_that_cannot_be_written_is_named(monkeypatch):
