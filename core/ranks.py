@@ -40,9 +40,9 @@ def setup(timeout_minutes: float) -> torch.device:
     if len(os.fsencode(tempfile.gettempdir())) > 60:
         tempfile.tempdir = "/tmp"  # workers put sockets there, whose paths have 107 bytes at most
     timeout = timedelta(minutes=timeout_minutes)
-    device = torch.device("cpu")
+    device, device_id = torch.device("cpu"), None
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
-        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
+        device = device_id = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -52,10 +52,7 @@ def setup(timeout_minutes: float) -> torch.device:
         # If torchrun is killed, Linux asks its workers to stop: 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
     backend = dist.get_default_backend_for_device(device)
-    group = {"timeout": timeout, "store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group(
-        backend, device_id=device if device.index is not None else None, **group
-    )
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device_id)
     # A group of its own: with cpu:gloo,cuda:nccl FSDP1 would not offload optimizer state dicts.
     cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     logging.disable_progress_bar()
