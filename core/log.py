@@ -98,9 +98,8 @@ def short(value: float) -> str:
 
 def progress(items: Iterable, text: str, total: int, done: int = 0) -> Iterable:
     """Return items, with a bar on rank 0 if it has a terminal."""
-    hidden = None if dist.get_rank() == 0 else True  # None: unless there is a terminal
-    options = {"initial": done, "leave": False, "dynamic_ncols": True}
-    return tqdm(items, text, total, disable=hidden, **options)
+    hidden = dist.get_rank() > 0 or None  # None: unless there is a terminal
+    return tqdm(items, text, total, leave=False, disable=hidden, initial=done, dynamic_ncols=True)
 
 
 def write_results(path: Path, results: dict[str, Any], arguments: dict[str, Any]) -> None:
