@@ -96,13 +96,12 @@ def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Cl
     """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
     model of class `own`, else those of the items of its outermost ModuleLists with two or more,
     except torch.nn's. Raise Problem if `blocks` lacks one: it would be in the root unit."""
-    layers: list[nn.Module] = []
+    classes = {}
     inner: set[nn.Module] = set()
     for stack in model.modules():  # outer ones first
         if isinstance(stack, nn.ModuleList) and len(stack) > 1 and stack not in inner:
-            layers += stack
+            classes |= dict.fromkeys(map(type, stack))
             inner.update(stack.modules())
-    classes = dict.fromkeys(map(type, layers))
     units = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
     if isinstance(model, own):
         if missing := [x.__name__ for x in units if not issubclass(x, blocks)]:
