@@ -63,11 +63,11 @@ def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the whole tensor, floats cast to `dtype`; a DTensor is gathered on the device."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to(tensor.device_mesh.device_type)
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
 
 
 def _write(
