@@ -328,7 +328,7 @@ def train(
             dist.all_reduce(loss_sum)
             loss = loss_sum / (step - state["logged_step"])  # the mean since the last line
             log.write("train", step, state["tokens"], loss=loss, lr=lr, grad_norm=grad_norm)
-            loss_sum = torch.zeros_like(loss_sum)
+            loss_sum.zero_()
             state["logged_step"] = step
         state["eval_due"] = eval_due
         if eval_due and not is_stopping:
