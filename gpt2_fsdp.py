@@ -46,7 +46,7 @@ import policies
 from core import checkpoint, ranks, weights
 from core.args import Optim, Run, Switch, checked, parse
 from core.chunked_loss import LossHead
-from core.export import EXPORT_DTYPES, export_model
+from core.export import export_model
 from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
@@ -102,7 +102,7 @@ def parse_args() -> Args:
 @record
 def fsdp_main(args: Args) -> None:
     """Train from pretrained weights or a checkpoint, then export, and end this process."""
-    run, output, dtype = args.run, args.run.output_dir, EXPORT_DTYPES[args.run.export_dtype]
+    run, output = args.run, args.run.output_dir
     device = ranks.setup(run.timeout_minutes)
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
@@ -124,7 +124,7 @@ def fsdp_main(args: Args) -> None:
     write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
     if is_finished:
-        export_model(model, tokenizer, output / "final", dtype)
+        export_model(model, tokenizer, output / "final", run.export_dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
     ranks.leave(0 if is_finished else STOPPED)
@@ -381,9 +381,9 @@ def evaluate(
             results = validation(args, device, model, val_sets, stop)
             is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
-                path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
+                path = args.run.output_dir / "best"
                 try:
-                    export_model(model, tokenizer, path, dtype, stop.check)
+                    export_model(model, tokenizer, path, args.run.export_dtype, stop.check)
                 except OSError as error:
                     print0(f"best/ could not be written ({error}).")
                     is_best = False
@@ -426,7 +426,7 @@ def run_without_training(
     if args.run.export_only:
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
         checkpoint.load_weights(newest, model)
-        export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
+        export_model(model, tokenizer, output / "final", args.run.export_dtype)
         return
     checkpoint.check_evaluated(output, args.model.model_name)
     _, val_sets = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer, True)

@@ -46,7 +46,7 @@ import policies
 from core import checkpoint, ranks, weights
 from core.args import Model, Optim, Run, checked, parse
 from core.chunked_loss import LossHead
-from core.export import EXPORT_DTYPES, add_stops, export_model
+from core.export import add_stops, export_model
 from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
@@ -91,7 +91,7 @@ def parse_args() -> Args:
 @record
 def fsdp_main(args: Args) -> None:
     """Train from pretrained weights or a checkpoint, then export, and end this process."""
-    run, output, dtype = args.run, args.run.output_dir, EXPORT_DTYPES[args.run.export_dtype]
+    run, output = args.run, args.run.output_dir
     device = ranks.setup(run.timeout_minutes)
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
@@ -111,7 +111,7 @@ def fsdp_main(args: Args) -> None:
     write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
     if is_finished:
-        export(model, tokenizer, output / "final", dtype)
+        export(model, tokenizer, output / "final", run.export_dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
     ranks.leave(0 if is_finished else STOPPED)
@@ -370,9 +370,9 @@ def evaluate(
             results = validation(args, device, model, val_sets, stop)
             is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
-                path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
+                path = args.run.output_dir / "best"
                 try:
-                    export(model, tokenizer, path, dtype, stop.check)
+                    export(model, tokenizer, path, args.run.export_dtype, stop.check)
                 except OSError as error:
                     print0(f"best/ could not be written ({error}).")
                     is_best = False
@@ -420,7 +420,7 @@ def run_without_training(
     else:
         checkpoint.check_evaluated(output, args.model.model_name)
     if args.run.export_only:
-        export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
+        export(model, tokenizer, output / "final", args.run.export_dtype)
         return
     options = args.data, tokenizer, args.optim.seed, True
     _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)

@@ -54,7 +54,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 from core import checkpoint, ranks
-from core.export import EXPORT_DTYPES, export_model
+from core.export import export_model
 from core.ranks import to_device
 from core.steps import StepSampler, parameter_groups
 from optional import checksums, safe_checkpoint
@@ -115,8 +115,7 @@ class Ours:
 
     def export(self, path: Path) -> None:
         """Write a directory for `from_pretrained`."""
-        dtype = EXPORT_DTYPES[self.args.run.export_dtype]
-        export_model(self.model, ByT5Tokenizer(), path, dtype)
+        export_model(self.model, ByT5Tokenizer(), path, self.args.run.export_dtype)
 
 
 class Transformers:

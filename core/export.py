@@ -36,17 +36,17 @@ OF_TRAINING = (*weights.SWITCHED_OFF, *weights.ACTIVATIONS, "use_cache", "pad_to
 
 
 def export_model(
-    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: torch.dtype,
+    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: str,
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Write a wrapped model as a directory that `from_pretrained` loads, floats in `stored_dtype`;
-    when complete, it replaces `path`. Rank 0 holds the whole model in host memory. `check_stop`,
-    called before each tensor, may raise to stop."""
+    when complete, it replaces `path`. `dtype` is a name in EXPORT_DTYPES. Rank 0 holds the whole
+    model in host memory. `check_stop`, called before each tensor, may raise to stop."""
     plain = unwrapped(model)
     tensors = {}
     for name, tensor in model_weights(model).items():
         check_stop()
-        tensor = gather(tensor, stored_dtype(plain, name, dtype))
+        tensor = gather(tensor, stored_dtype(plain, name, EXPORT_DTYPES[dtype]))
         if dist.get_rank() == 0:
             tensors[name] = tensor.cpu()
     with new_directory(path) as temporary:
@@ -72,7 +72,7 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _write(
     model: PreTrainedModel, tensors: dict[str, Tensor], tokenizer: Tokenizer, directory: Path,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> None:  # fmt: skip
     """Write tensors by name, with the model's settings and the tokenizer."""
     config = copy.deepcopy(model.config)
@@ -89,7 +89,7 @@ def _write(
     settings = _settings(model.config, base / "config.json")
     settings["model_type"] = model.config.model_type
     settings["architectures"] = [type(hf_model).__name__]
-    settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    settings["dtype"] = settings["torch_dtype"] = str(EXPORT_DTYPES[dtype]).removeprefix("torch.")
     if is_untied:
         settings["tie_word_embeddings"] = False  # T5's config always says true
     _write_json(settings, directory / "config.json")

@@ -148,7 +148,7 @@ def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tok
 
 
 def export_model(
-    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: torch.dtype,
+    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: str,
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Write a model as `core.export` does or, if it has adapters, these, in fp32, as a directory

@@ -76,7 +76,7 @@ def load(model_class: type, config: object, directory: Path | None) -> nn.Module
     return model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
 
 
-def export_base(base: Path, final: Path, kind: str, dtype: torch.dtype = torch.float32) -> dict:
+def export_base(base: Path, final: Path, kind: str, dtype: str = "fp32") -> dict:
     """Load a base as the scripts do, and export it; return the export's config.json."""
     own = getattr(transformers, kind)
     directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
@@ -98,7 +98,7 @@ def test_settings_go_out_as_they_came_in(name, form, process_group, tmp_path):
     config |= KEPT if name == "flan-t5" else {}
     (base / "config.json").write_text(json.dumps(config))
     generation = change(base / "generation_config.json", num_beams=3, pad_token_id=10**6)
-    exported = export_base(base, final, OLDER[name][0], torch.bfloat16)
+    exported = export_base(base, final, OLDER[name][0], "bf16")
     assert exported["torch_dtype"] == exported["dtype"] == "bfloat16"
     keys = exported.keys() | config.keys()
     differs = {key for key in keys if exported.get(key) != config.get(key)}
@@ -124,7 +124,7 @@ def test_settings_that_a_script_changes_are_written(llama, tmp_path):
     config.rope_parameters = yarn
     config.max_position_embeddings = 1024
     model = load(kind, config, directory)
-    export.export_model(model, tokenizer, tmp_path / "final", torch.float32)
+    export.export_model(model, tokenizer, tmp_path / "final", "fp32")
     exported = read(tmp_path / "final/config.json")
     assert exported["max_position_embeddings"] == 1024
     assert exported["rope_parameters"].items() >= yarn.items()
@@ -176,7 +176,7 @@ def test_model_without_a_base_is_written_as_save_pretrained_does(
     """A later save into the directory leaves no stale file."""
     monkeypatch.setattr(export, "FILE_BYTES", 50_000)
     final, model = tmp_path / "final", random_llama()
-    export.export_model(model, transformers.ByT5Tokenizer(), final, torch.float32)
+    export.export_model(model, transformers.ByT5Tokenizer(), final, "fp32")
     files = sorted(path.name for path in final.glob("*.safetensors"))
     count = len(files)
     assert count > 1
@@ -248,8 +248,8 @@ def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsy
 
 
 @pytest.mark.parametrize(("kind", "settings", "dtype"), [
-    ("T5ForConditionalGeneration", FLAN_T5, torch.float16),
-    ("DeepseekV3ForCausalLM", EXPERTS, torch.bfloat16),
+    ("T5ForConditionalGeneration", FLAN_T5, "fp16"),
+    ("DeepseekV3ForCausalLM", EXPERTS, "bf16"),
 ])  # fmt: skip
 def test_tensors_that_transformers_keeps_in_fp32_stay_so(
     kind, settings, dtype, process_group, tmp_path
@@ -261,12 +261,13 @@ def test_tensors_that_transformers_keeps_in_fp32_stay_so(
         tensor.data += 0.01 * torch.rand_like(tensor)
     save(model, base)
     export_base(base, final, kind, dtype)
-    model_class.from_pretrained(base, dtype=dtype).save_pretrained(plain)
+    cast = export.EXPORT_DTYPES[dtype]
+    model_class.from_pretrained(base, dtype=cast).save_pretrained(plain)
     tensors, expected = (load_file(x / "model.safetensors") for x in (final, plain))
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
-    assert {tensor.dtype for tensor in tensors.values()} == {dtype, torch.float32}
+    assert {tensor.dtype for tensor in tensors.values()} == {cast, torch.float32}
 
 
 def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, monkeypatch):
@@ -279,7 +280,7 @@ def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, 
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)
-    arguments = random_llama(), transformers.ByT5Tokenizer(), link, torch.float32
+    arguments = random_llama(), transformers.ByT5Tokenizer(), link, "fp32"
     with pytest.raises(Stopped):
         export.export_model(*arguments, check_stop=Mock(side_effect=Stopped))
     no_space = Mock(side_effect=SafetensorError("No space left"))
