@@ -41,7 +41,6 @@ SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_re
 SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
 SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *CALLERS), "assistant")
-OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
 HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
 date time timestamp created created_at create_time updated_at model model_name lang language country
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
@@ -49,8 +48,8 @@ token_counter tokens token_count num_tokens length rating score text markdown fi
 stop_reason end_turn"""
 PART_KEYS = {"type", "text", "value", "cache_control", "annotations", *TRAIN_KEYS}
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
-KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls"}
-KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
+# Keys of a turn that are read or left out; others are kept.
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", *TRAIN_KEYS, *HARMLESS_KEYS.split()}
 # Tools and calls as in Hermes and Qwen 2.5.
 CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
 {%- if tools -%}{{- '<|im_start|>system\n' -}}
@@ -92,7 +91,7 @@ def find_columns(
     if preferences and not is_chosen:
         raise Problem(f"{name} has preferences ({', '.join(preferences)}). To train on the chosen "
                       "answers, pass --prompt-column and --completion-column.")  # fmt: skip
-    form = form or next((usual for usual in FORMATS if columns.keys() >= {*usual}), ())
+    form = form or usual_columns(columns, FORMATS) or ()
     read = (*form, *inputs_of(form), *READ)
     unread = [x for x in columns if x not in read]
     if form and unread:
@@ -188,8 +187,7 @@ def read_turn(turn: dict) -> dict:
     if not is_trained(turn, f"{role}'s turn"):
         result["train"] = False
     for key, value in turn.items():
-        is_kept = key in OPTIONAL_KEYS or key not in KNOWN_KEYS
-        if is_kept and value not in (None, "", [], {}):
+        if key not in KNOWN_KEYS and value not in (None, "", [], {}):
             result[key] = value
     return result
 
