@@ -36,7 +36,7 @@ FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '2
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 TURN_KEYS |= {"thinking", "train"}
-NO_ARGUMENTS = {"parameters", "args", "input"}  # names of arguments in other formats of calls
+USUAL_COLUMNS = (("messages",), ("prompt", "completion"))
 # Columns that change what a row teaches: a row that has them is refused.
 UNREAD = """history input context functions label kto_tag chosen rejected rejected_response
 rejected_messages images videos audios image video audio mask weight loss train training trainable
@@ -164,9 +164,8 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     """Return the columns of a data set's chats: those of the flags if it has them, messages, or
     prompts and answers; () if its rows are texts or tokens. `columns` is its first row. Raise
     Problem if it has none of these."""
-    form = ()
     pair = args.prompt_column, args.completion_column
-    is_alone = len(args.dataset) + len(args.val_dataset) == 1
+    is_alone = len(args.dataset + args.val_dataset) == 1
     if args.text_column != Data.text_column and args.text_column in columns:
         return ()
     if columns.keys() >= {*pair}:
@@ -174,10 +173,8 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
     elif any(pair) and (is_alone or columns.keys() & {*pair}):
         advice = "Pass both --prompt-column and --completion-column."
         raise reading.no_columns(name, map(str, pair), columns, advice)
-    elif "messages" in columns:
-        form = ("messages",)
-    elif columns.keys() >= {"prompt", "completion"}:
-        form = ("prompt", "completion")
+    else:
+        form = reading.usual_columns(columns, USUAL_COLUMNS) or ()
     form = chat_formats.find_columns(name, columns, form, args)  # optional: chat_formats
     if any(pair) and form != pair:
         print0(f"{name} has no {' or '.join(map(str, pair))}: it is read by its own columns")
@@ -263,7 +260,7 @@ def check_turn(turn: Row) -> None:
         function = call.get("function", call)
         name, arguments = function.get("name"), function.get("arguments")
         is_call = isinstance(name, str) and isinstance(arguments, dict)
-        if not is_call or function.keys() & NO_ARGUMENTS:
+        if not is_call or function.keys() & {"parameters", "args", "input"}:  # in other formats
             raise ValueError(f"the call to {name} has no name or no object `arguments`")
 
 

@@ -396,7 +396,7 @@ def test_column_flags_apply_to_the_data_sets_that_have_the_columns(tmp_path, cap
     paths = [write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])]
     paths.append(write(tmp_path / "pairs.jsonl", [{"q": f"q{i}", "a": "y"} for i in range(40)]))
     flags = {"prompt_column": "q", "completion_column": "a"}
-    train, val = chat_dataset.load(chat_dataset.Data([*paths, paths[1]], **flags), byt5())
+    train, val = chat_dataset.load(chat_dataset.Data((*paths, paths[1]), **flags), byt5())
     assert {name: len(rows.dataset) for name, rows in val.items()} == dict.fromkeys(paths, 2)
     texts = [byt5().decode(row["input_ids"]) for row in train.dataset]
     assert sum("|assistant|> x" in text for text in texts) == 38
@@ -545,7 +545,7 @@ def test_tokenized_rows_are_read(tmp_path):
     rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
     path = str(tmp_path / "rows.parquet")
     Dataset.from_list(rows).to_parquet(path)
-    train, val = chat_dataset.load(chat_dataset.Data(dataset=[path]), byt5())
+    train, val = chat_dataset.load(chat_dataset.Data(dataset=(path,)), byt5())
     samples = [*train.dataset, *val[path].dataset]
     assert sorted(row["input_ids"][0] for row in samples) == list(range(5, 65))
     assert all(row["labels"].tolist() == [-100, 6, 1] for row in samples)
