@@ -370,12 +370,11 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list[Document]:
     documents = [([], [])]
     for start, end in answers:
         prompt, ids = prefix(start), prefix(end)
-        if prompt and prompt[-1] in strips and text[start : start + 1].isspace():
-            ids = prompt + call(text[start:end])["input_ids"]
-        elif ids[: len(prompt)] != prompt:
+        is_stripped = prompt and prompt[-1] in strips and text[start : start + 1].isspace()
+        if is_stripped or ids[: len(prompt)] != prompt:
             decoded = tokenizer.decode(ids)
             ids = prompt + call(text[start:end])["input_ids"]
-            if tokenizer.decode(ids) != decoded:
+            if not is_stripped and tokenizer.decode(ids) != decoded:
                 raise ValueError("a token spans the end of the prompt of an answer")
         labels = [-100] * len(prompt) + ids[len(prompt) :]
         before, labels_before = documents[-1]
@@ -467,9 +466,9 @@ class PackedDataset(torch.utils.data.Dataset):
         self.dataset = documents
         self.capacity = capacity
         self.seed = seed
-        rows = documents.select_columns("input_ids").with_format("arrow")[:]
-        lengths = pyarrow.compute.list_value_length(rows["input_ids"])
-        self.lengths = pyarrow.compute.subtract(lengths, 1).to_pylist()  # the last has no target
+        column = documents.with_format("arrow")["input_ids"][:]
+        lengths = pyarrow.compute.list_value_length(column).to_numpy()
+        self.lengths = (lengths - 1).tolist()  # the last token has no target
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
