@@ -54,7 +54,7 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- else -%}{{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
 {%- endif -%}{%- endfor -%}"""
 TEMPLATES = {"llama-2": LLAMA_2}
-TEMPLATES |= chat_formats.TEMPLATES  # optional: chat_formats
+TEMPLATES |= {"chatml": chat_formats.CHATML}  # optional: chat_formats
 
 Row = dict[str, Any]
 Turns = list[Row]

@@ -75,7 +75,6 @@ CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
 {{- function['arguments'] | tojson + '}\n</tool_call>' -}}{%- endfor -%}
 {{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
-TEMPLATES = {"chatml": CHATML}
 
 
 def find_columns(
