@@ -132,8 +132,7 @@ def load_wikihow(args: Data) -> reading.Parts:
         return [{"text": text, "summary": summary, "key": number, "split": split}]
 
     features = PAIR | KEY | {"split": Value("string")}
-    names = WIKIHOW_COLUMNS
-    rows = reading.map_rows("wikihow", rows, names, clean, features, args.bad_rows)
+    rows = reading.map_rows("wikihow", rows, WIKIHOW_COLUMNS, clean, features, args.bad_rows)
     splits = np.array(rows["split"][:])
     rows = rows.remove_columns("split")
     parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
@@ -208,10 +207,9 @@ def draw(
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
         rows = encode(spec, rows, tokenizer, args)
-    columns = rows.with_format("arrow")[:]
     for column, kind in (("input_ids", "source"), ("labels", "target")):
         limit = getattr(args, f"{kind}_length")
-        lengths = pyarrow.compute.list_value_length(columns[column]).to_numpy()
+        lengths = pyarrow.compute.list_value_length(rows.with_format("arrow")[column][:]).to_numpy()
         if count := np.count_nonzero(lengths == limit):
             print0(f"  {count:,} reach --{kind}-length {limit}, which cuts the rest")
     return rows
