@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Annotated, Any, Literal
@@ -79,7 +79,7 @@ def hold_out(name: str, rows: Dataset) -> reading.Parts:
     if count < 2:
         raise Problem(f"{name} has {count} blocks. Pass --val-dataset, or a smaller --block-size.")
     first = count - max(1, count // 20)
-    return {"train": rows.select(range(first)), "validation": rows.select(range(first, count))}
+    return {"train": rows.take(first), "validation": rows.skip(first)}
 
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
@@ -153,9 +153,7 @@ def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
     yield {"text": pending.rstrip("\r\n"), CONTINUES: False}
 
 
-def blocks(
-    rows: Dataset, size: int, eos: int = -1, bos: Sequence[int] = ()
-) -> Iterator[dict[str, list[int]]]:
+def blocks(rows: Dataset, size: int, eos: int, bos: list[int]) -> Iterator[dict[str, list[int]]]:
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
     starts with the last token of the one before, so every token but the first is a target once.
     `bos` precedes each document: some models cannot predict without it."""

@@ -49,7 +49,7 @@ def write_rows(path: Path, rows: list) -> Path:
 
 def test_blocks_predict_every_token_once():
     rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
-    blocks = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
+    blocks = [block["input_ids"] for block in block_dataset.blocks(rows, 5, -1, [])]
     assert [len(block) for block in blocks] == [6, 6, 6, 6, 3]
     assert [token for block in blocks for token in block[1:]] == list(range(1, 23))
     batch = block_dataset.collate([{"input_ids": blocks[0]}, {"input_ids": blocks[-1]}])
