@@ -1,7 +1,5 @@
-"""Generated summaries and their ROUGE scores.
-
-Without this room, training and evaluation report losses only: no text is generated.
-"""
+"""Generated summaries and their ROUGE scores. Without this file, training and evaluation report
+losses only: no text is generated."""
 
 import contextlib
 import json
@@ -36,7 +34,6 @@ ONE_TEXT = {
     "stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None,
     "use_cache": True,  # training's config says False, and generation without it is slow
 }  # fmt: skip
-Collate = Callable[[list], Batch]
 Triples = list[Sequence[str]]  # source, reference and generated text
 
 
@@ -76,7 +73,7 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
 
 @torch.no_grad()
 def summarize(
-    args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Collate,
+    args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Callable,
     val_sets: dict[str, Any],
 ) -> Triples:  # fmt: skip
     """Return source, reference and generated text of --rouge-samples samples of the first set, on
