@@ -114,7 +114,7 @@ def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: f
     return torch.cat(outputs)
 
 
-def register(kernel: Callable, longest: int = 0) -> None:
+def register(kernel: Callable, longest: int) -> None:
     """Register `kernel` in Transformers as the attention "packed", which uses the document lengths
     of the batch instead of a mask. It raises Problem if a layer passes something that the kernel
     does not support: a mask, bias, soft cap, sinks, dropout, or a window below `longest`."""
@@ -128,18 +128,16 @@ def register(kernel: Callable, longest: int = 0) -> None:
         name = type(module).__name__
         if cu_seq_lens_q is None:
             raise Problem(f"{name} does not pass cu_seq_lens_q on. Pass --attention sdpa.")
-        batch, _, length, _ = query.shape
-        has_window = sliding_window is not None and sliding_window < (longest or length)
         is_other = is_causal is False or not getattr(module, "is_causal", True)
         features = {"attention_mask": attention_mask, "is_causal=False": is_other} | options
-        features["sliding_window"] = has_window
+        features["sliding_window"] = sliding_window is not None and sliding_window < longest
         for feature, x in features.items():
             if feature not in IGNORED and (isinstance(x, Tensor) or x):
                 raise Problem(f"{name} needs {feature}. Pass --attention eager, or sdpa.")
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         output = kernel(*parts, cu_seq_lens_q, max_length_q, scaling)
-        return output.unflatten(0, (batch, length)), None
+        return output.unflatten(0, (len(query), -1)), None
 
     # There is no mask function of this name, so Transformers makes no mask.
     transformers.AttentionInterface.register("packed", packed)

@@ -211,7 +211,7 @@ def test_kernels_agree_with_sdpa(attention, head_size):
         rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
         packs.append([{"input_ids": row, "labels": row} for row in rows])
     batch = to_device(chat_dataset.collate(packs), torch.device("cuda"))
-    register(kernel)
+    register(kernel, 320)
     results = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
                         ("packed", torch.bfloat16)):  # fmt: skip

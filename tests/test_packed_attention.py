@@ -100,7 +100,7 @@ def flash_functions(*_: object) -> tuple[tuple, tuple]:
 def test_packed_documents_do_not_attend_to_each_other(attention, llama_directory, monkeypatch):
     """A script without optional/packed_attention.py uses sdpa. With two rows, flash_attention_2
     needs the lengths of documents, because it reads no boundaries in positions."""
-    packed_attention.register(packed_attention.per_document)
+    packed_attention.register(packed_attention.per_document, 16)
     model = loss_class(llama_fsdp).from_pretrained(llama_directory).train()
     if attention == "flash_attention_2":
         monkeypatch.setattr(
@@ -146,7 +146,7 @@ def count_graphs(monkeypatch: pytest.MonkeyPatch, batches: list[tuple]) -> int:
     counters.clear()
     longest_lengths.clear()
     model = loss_class(llama_fsdp)(LlamaConfig(vocab_size=384, **WIDE))
-    packed_attention.register(kernel)
+    packed_attention.register(kernel, 64)
     model.config._attn_implementation = "packed"
     torch.compiler.config.recompile_limit = 64
     for module in model.modules():
@@ -194,14 +194,14 @@ def attend(**options: object) -> torch.Tensor:
     ("block_indices", torch.zeros(1)),
 ])  # fmt: skip
 def test_features_that_kernels_lack_are_refused(name, value):
-    packed_attention.register(packed_attention.per_document)
+    packed_attention.register(packed_attention.per_document, 16)
     option = {"module_is_causal": "is_causal"}.get(name, name)
     with pytest.raises(Problem, match=f"needs {option}.*. Pass --attention eager"):
         attend(**{name: value})
 
 
 def test_disabled_features_are_accepted():
-    packed_attention.register(packed_attention.per_document)
+    packed_attention.register(packed_attention.per_document, 16)
     unset = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
     assert attend(**unset, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
     packed_attention.register(packed_attention.per_document, longest=32)
