@@ -191,7 +191,6 @@ class Linear4bit(nn.Linear):
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
         self.dtype = dtype  # of the computation
-        self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.weight.whole_shape = torch.Size([outputs, width])
