@@ -52,8 +52,7 @@ def check_rendered(turns: list[dict], text: str) -> None:
             parts += [value for value in arguments.values() if isinstance(value, str)]
             start = max(find(part, text, start, role) for part in parts)
             for key, value in [("", arguments), *arguments.items()]:
-                is_json = json.dumps(value, ensure_ascii=False) in text
-                if isinstance(value, str | bool) or is_json:
+                if isinstance(value, str | bool) or json.dumps(value, ensure_ascii=False) in text:
                     continue
                 # None in Qwen 3.5's calls. LFM's are Python: f(key=None).
                 if str(value) in text and not (key and f"{key}={value}" in text):
