@@ -177,7 +177,7 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
         form = reading.usual_columns(columns, USUAL_COLUMNS) or ()
     form = chat_formats.find_columns(name, columns, form, args)  # optional: chat_formats
     if any(pair) and form != pair:
-        print0(f"{name} has no {' or '.join(map(str, pair))}: it is read by its own columns")
+        print0(f"{name} has no {' or '.join(filter(None, pair))}: it is read by its own columns")
     if not form and {args.text_column, "input_ids"}.isdisjoint(columns):
         advice = "Write messages, or pass --text-column or --prompt-column and --completion-column."
         raise reading.no_columns(name, ["messages"], columns, advice)

@@ -52,7 +52,9 @@ def setup(timeout_minutes: float) -> torch.device:
         # If torchrun is killed, Linux asks its workers to stop: 1 is PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device_id)
+    dist.init_process_group(
+        backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=device_id
+    )
     # A group of its own: with cpu:gloo,cuda:nccl FSDP1 would not offload optimizer state dicts.
     cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     logging.disable_progress_bar()

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def usual_columns(columns: Iterable[str], table: Iterable[tuple]) -> tuple | Non
     return next((usual for usual in table if {*usual} <= {*columns}), None)
 
 
-def print_columns(name: str, used: Iterable[str], columns: Iterable[str]) -> None:
+def print_columns(name: str, used: Iterable[str], columns: Collection[str]) -> None:
     """Print which of several columns are used, and which are not."""
     if len(columns) > 1:
         others = ", ".join(x for x in columns if x not in used)
