@@ -172,8 +172,7 @@ def _read_model(
     if index.is_file() and not (directory / "model.safetensors").is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
     if missing := [name for name in names if not (directory / name).is_file()]:
-        raise Problem(f"{directory} has no {min(missing)}. Save the model by save_pretrained of "
-                      "Transformers, which reads files of PyTorch too.")  # fmt: skip
+        raise Problem(f"{directory} has no {min(missing)}. Save the model by save_pretrained().")
     tensors: Source = {}
     for name in sorted(names):
         file = safe_open(directory / name, framework="pt")

@@ -21,10 +21,10 @@ LIMITS = {  # by figure: what a copy without and with optional/ may have, and wh
 }  # fmt: skip
 # Figures above their limits. They may not grow, and one that is within its limit must leave here.
 ABOVE = {
-    "T5_training.py": {"core lines": 2703, "density": 7.88},
-    "gpt2_fsdp.py": {"core lines": 2683, "full lines": 3097, "density": 7.83},
-    "llama_fsdp.py": {"core lines": 3025, "density": 7.99},
-    "core": {"lines": 1804},
+    "T5_training.py": {"core lines": 2702, "density": 7.89},
+    "gpt2_fsdp.py": {"core lines": 2682, "full lines": 3096, "density": 7.83},
+    "llama_fsdp.py": {"core lines": 3024, "density": 7.99},
+    "core": {"lines": 1803},
 }
 
 
