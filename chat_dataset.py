@@ -36,7 +36,7 @@ FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '2
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 TURN_KEYS |= {"thinking", "train"}
-USUAL_COLUMNS = (("messages",), ("prompt", "completion"))
+USUAL_COLUMNS = (("messages",), ("prompt", "completion"))  # of chats; the first are used
 # Columns that change what a row teaches: a row that has them is refused.
 UNREAD = """history input context functions label kto_tag chosen rejected rejected_response
 rejected_messages images videos audios image video audio mask weight loss train training trainable

@@ -169,9 +169,9 @@ def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
 
 
 def first_row(name: str, rows: Dataset) -> dict[str, Any]:
-    """Return the first row, with what only some of the next 99 have, so that its keys are the
-    columns, without decoding images. Raise Problem if there is none, or if it is a whole table."""
-    head = rows.with_format("arrow")[:100].to_pylist()
+    """Return the first row, with what only some of the next 99 in a file have: its keys are the
+    columns. Images are not decoded. Raise Problem if there is none, or if it is a whole table."""
+    head = rows.with_format("arrow")[: 100 if LINE in rows.column_names else 1].to_pylist()
     try:
         row = parse(head[0])
     except (ValueError, IndexError) as error:
