@@ -42,7 +42,7 @@ import optional.watchdog as watchdog  # optional: watchdog
 import policies
 import summarization_dataset
 from core import checkpoint, ranks, weights
-from core.args import Model, Optim, Run, checked, parse
+from core.args import Optim, Run, checked, parse
 from core.export import export_model
 from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
@@ -57,8 +57,16 @@ TINY_CONFIG = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_he
 
 
 @dataclass
+class Model:
+    """What is trained."""
+
+    model_name: str = "google-t5/t5-base"
+    """hub id, directory, or tiny (random, no download)"""
+
+
+@dataclass
 class Args:
-    model: Model = field(default_factory=lambda: Model("google-t5/t5-base"))
+    model: Model = field(default_factory=Model)
     data: summarization_dataset.Data = field(default_factory=summarization_dataset.Data)
     optim: Optim = field(default_factory=Optim)
     sharding: policies.Sharding = field(default_factory=policies.Sharding)
