@@ -73,14 +73,14 @@ def open_model(
     weights."""
     patterns = [*SETTINGS, "model*.safetensors"] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
+    if (directory / "adapter_config.json").is_file():
+        raise Problem(f"{name} has adapters, which are not read. Pass a merged model.")
     if not (directory / "config.json").is_file():
         raise Problem(f"{directory} has no config.json. Pass a model: final/ (see --export-only).")
     # Python code of a model is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise Problem(f"{name} is quantized. Pass its weights in 16 or 32 bits.")
-    if (directory / "adapter_config.json").is_file():
-        raise Problem(f"{name} has adapters, which would be ignored. Pass a merged model.")
     config, kind = model_class(config, own)
     if kind is None:
         raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")

@@ -180,7 +180,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     for extra, message in (
         (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9"),
         (["--output-dir", tmp_path / "nothing"], "no checkpoint in --output-dir"),
-        (["--model-name", run / "final"], "final has no config.json. Pass a"),
+        (["--model-name", run / "final"], "final has adapters, which are not read. Pass a merged"),
     ):
         assert start(llama_fsdp, *command, *extra) == 1
         assert message in capfd.readouterr().err

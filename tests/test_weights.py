@@ -170,7 +170,7 @@ def replace_tokenizer(directory: Path, kind: str) -> None:
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
      "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: (directory / "adapter_config.json").write_text("{}"),
-     "has adapters, which would be ignored. Pass a merged model"),
+     "has adapters, which are not read. Pass a merged model"),
     (lambda directory: change(directory, output_router_logits=True),
      "has output_router_logits, but no auxiliary loss is added here"),
     (lambda directory: replace_tokenizer(directory, "LlamaTokenizer"),
