@@ -87,7 +87,7 @@ def open_model(
     config.name_or_path = str(directory)  # exports keep its settings
     tokenizer = load_tokenizer(directory)
     if len(tokenizer) > (rows := getattr(config, "vocab_size", len(tokenizer))):
-        print0(f"Tokens from {rows:,} of {len(tokenizer):,} would fail: the embedding has no rows.")
+        print0(f"Tokens from {rows:,} of {len(tokenizer):,} would fail: the embedding lacks them.")
     return directory, config, kind, tokenizer
 
 
