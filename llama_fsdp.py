@@ -12,7 +12,6 @@ and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be dele
 """
 
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama import modeling_llama
 
 import chat_dataset
+import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
@@ -45,11 +44,13 @@ import optional.watchdog as watchdog  # optional: watchdog
 import policies
 from core import checkpoint, ranks, weights
 from core.args import Model, Optim, Run, checked, parse
+from core.checkpoint import State
 from core.chunked_loss import LossHead
 from core.export import add_stops, export_model
-from core.log import Log, open_directory, progress, write_results, write_status
+from core.log import Log, mean_losses, open_directory, progress, write_results
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
+from core.tables import digest
 
 MODEL = transformers.LlamaForCausalLM
 OTHER = "T5_training.py trains encoder-decoders."
@@ -59,9 +60,22 @@ TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers"
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
 # The recipe of Llama 2 70B. An export takes minutes, so there is no best/ by default.
-OPTIM = Optim(lr=5e-5, lr_schedule="cosine", batch_size=1, epochs=1, seed=100)
-RUN = Run(output_dir=Path("output/llama_fsdp"), log_every=25, eval_every=100, save_every=250,
-          save_best=False, export_dtype="bf16", timeout_minutes=90.0)  # fmt: skip
+OPTIM = Optim(
+    lr=5e-5,
+    lr_schedule="cosine",
+    batch_size=1,
+    epochs=1,
+    seed=100,
+)
+RUN = Run(
+    output_dir=Path("output/llama_fsdp"),
+    log_every=25,
+    eval_every=100,
+    save_every=250,
+    save_best=False,
+    export_dtype="bf16",
+    timeout_minutes=90.0,
+)
 RECOMPUTING = policies.Sharding(activation_checkpointing=True)
 export = export_model
 export = lora.export_model  # optional: lora
@@ -77,6 +91,7 @@ class Args:
     paging: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
+    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
 
@@ -91,9 +106,12 @@ def parse_args() -> Args:
 @record
 def fsdp_main(args: Args) -> None:
     """Train from pretrained weights or a checkpoint, then export, and end this process."""
-    run, output = args.run, args.run.output_dir
+    run = args.run
+    output = run.output_dir
     device = ranks.setup(run.timeout_minutes)
-    ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
+    flags = vars(args.optim) | vars(args.sharding) | vars(run)
+    del flags["output_dir"]  # nodes may have other paths to it
+    ranks.compare_ranks(flags)
     lock.hold(output)  # optional: lock
     open_directory(output)
     torch.manual_seed(args.optim.seed)
@@ -108,11 +126,11 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     model = wrap_model(args, device, model, blocks, source)
-    write_status(output, "running")
+    checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
     if is_finished:
         export(model, tokenizer, output / "final", run.export_dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    checkpoint.write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
     ranks.leave(0 if is_finished else STOPPED)
 
@@ -132,38 +150,40 @@ class LossModel:
         self.post_init()  # ties or initializes the weights of the new head
 
     def forward(
-        self, input_ids: Tensor | None = None, targets: Tensor | None = None,
-        target_positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        **options: Any,
+    ) -> Any:
         """Return the sum of `token_loss` or, without `targets`, Hugging Face's own output. The
         arguments are those of `chat_dataset.collate`, where `targets` are called labels."""
         if self.config._attn_implementation not in ("eager", "sdpa"):  # they use position_ids
-            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
-            options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
+            options |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            options |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
         if targets is None:
             return super().forward(input_ids, **options)
         hidden = getattr(self, "model", self.base_model)(input_ids, use_cache=False, **options)
-        hidden, targets = hidden.last_hidden_state.flatten(0, 1), targets.flatten()
+        hidden = hidden.last_hidden_state.flatten(0, 1)
+        targets = targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
-            hidden, targets = hidden[target_positions], targets[target_positions]
+            hidden = hidden[target_positions]
+            targets = targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
 
 
 def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
-    if args.model.model_name == "tiny":
-        directory, kind, tokenizer = None, MODEL, ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
-    else:
-        directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
+    name = args.model.model_name
+    directory, config, kind, tokenizer = weights.open_model(name, MODEL, OTHER, TINY_CONFIG)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
-    template = chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
+    chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
-    model.identity = f", chat template {template}"  # the same on a resume
     add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
@@ -172,9 +192,12 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
 
 
 def wrap_model(
-    args: Args, device: torch.device, model: nn.Module, blocks: policies.Classes,
+    args: Args,
+    device: torch.device,
+    model: nn.Module,
+    blocks: policies.Classes,
     source: weights.Source,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
     init = weights.Loader(model, source, device).fill
@@ -194,17 +217,29 @@ def wrap_model(
         policies.set_prefetch(model)
     else:
         model = FSDP(
-            model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
+            model,
+            device_mesh=mesh,
+            device_id=device,
+            auto_wrap_policy=policy,
+            param_init_fn=init,
             mixed_precision=policies.PRECISIONS[sharding.precision],
             sharding_strategy=policies.STRATEGIES[sharding.strategy],
             cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE, use_orig_params=True,
-        )  # fmt: skip
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            use_orig_params=True,
+        )
     if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         checkpoint_wrapper.apply_activation_checkpointing(
             model, check_fn=lambda module: isinstance(module, blocks)
         )
     return model
+
+
+def more_identity(model: nn.Module, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what must stay the same in a resume, besides what all scripts compare."""
+    identity = {"chat template": digest(tokenizer.chat_template)[:8]}
+    identity |= lora.identity(model)  # optional: lora
+    return identity
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -214,71 +249,91 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer, train_set: Any,
-    val_sets: dict[str, Any], shapes: dict[str, torch.Size], newest: Path | None
-) -> bool:  # fmt: skip
+    args: Args,
+    device: torch.device,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    train_set: Any,
+    val_sets: dict[str, Any],
+    shapes: weights.Shapes,
+    newest: Path | None,
+) -> bool:
     """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a stop
     was asked for before it: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
-    run, optim, output = args.run, args.optim, args.run.output_dir
-    rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
+    run = args.run
+    optim = args.optim
+    precision = args.sharding.precision
+    world_size = dist.get_world_size()
     micro = optim.batch_size, optim.gradient_accumulation_steps
     sampler = StepSampler(len(train_set), *micro, optim.seed, hasattr(train_set, "set_epoch"))
     loader = DataLoader(  # of steps: each item is a list of micro-batches
-        train_set, batch_sampler=sampler, collate_fn=MicroBatches(chat_dataset.collate, *micro),
-        num_workers=optim.num_workers, worker_init_fn=ranks.block_stops,
+        train_set,
+        batch_sampler=sampler,
+        collate_fn=MicroBatches(chat_dataset.collate, *micro),
+        num_workers=optim.num_workers,
+        worker_init_fn=ranks.block_stops,
         pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from dropout's
-    )  # fmt: skip
+    )
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps
-    warmup_steps = optim.warmup_steps or ceil(optim.warmup_ratio * total_steps)
-    factor = schedule(optim.lr_schedule, total_steps, warmup_steps, epoch_steps, optim.gamma)
+    factors = schedule(optim, total_steps, epoch_steps)  # of the learning rate, by step
     groups = parameter_groups(model, shapes, optim.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, fused=True)
-    optimizer = paged.replace(args.paging, optimizer)  # optional: paged
-    scaler = policies.gradient_scaler(model, device, precision, optimizer)  # only fp16 needs it
+    optimizers = [torch.optim.AdamW(groups, lr=optim.lr, fused=True)]
+    optimizers = paged.replace(args.paging, optimizers)  # optional: paged
+    scaler = policies.gradient_scaler(model, device, precision, optimizers)  # only fp16 needs it
     autocast = policies.autocast(model, device, precision)  # only DDP needs it
 
-    # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
+    # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
-    torch.manual_seed(optim.seed + rank)  # so that dropout differs between ranks
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, args)
+    state.identity |= ranks.compare_ranks(more_identity(model, tokenizer))
+    state.flags |= vars(args.adapters)  # optional: lora
+    names = weights.saved_names(model)
+    names -= lora.frozen_names(model)  # optional: lora
     save = checkpoint.save
-    save = checksums.save  # optional: checksums
+    save = checksums.with_sums(save)  # optional: checksums
+    save = async_save.in_background(save, args)  # optional: async_save
+    torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state)
-        scaler.load_state_dict(state["scaler"] or scaler.state_dict())
-    start = state["step"]
+        checkpoint.load(newest, model, names, optimizers, state)
+        scaler.load_state_dict(state.scaler or scaler.state_dict())
+    start = state.step
     if start >= total_steps:
-        print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
+        print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
     probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
-    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
-    checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, state, total_steps)
-    log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
-    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
-    log.write("start", start, **sizes, arguments=asdict(args))
+    losses = summed_loss, token_loss  # optional: startup_checks
+    checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
+    checks.check_optimizers(model, optimizers)  # optional: startup_checks
+    log = Log(run.output_dir, state, total_steps)
+    log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
+    log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
     stop = StopRequest()
-    if state["eval_due"]:  # at step 0, or because a stop interrupted it
+    if state.eval_due:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
 
-    sampler.start, sampler.stop = start, total_steps
-    eval_every = epoch_steps if run.eval_every is None else run.eval_every
-    intervals = run.log_every, eval_every, run.save_every
-    sums = state["loss_sums"]  # of the ranks that saved them
-    own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
-    loss_sum = torch.tensor(own_sum, device=device)
-    bad_step = torch.zeros((), dtype=torch.int64, device=device)  # 0: none
-    # Fused optimizers skip a step by themselves, and so does the scaler. For others the host waits.
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    skips, failed_saves = scaler.is_enabled() or is_fused, 0
+    def is_due(every: int | None) -> bool:
+        """Return whether to do what is done every N steps, after each epoch and at the end. None:
+        not every N steps; 0: only at the end."""
+        if step == total_steps:
+            return True
+        if every == 0:
+            return False
+        return step % epoch_steps == 0 or (every is not None and step % every == 0)
+
+    loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
+    norms: dict[int, Tensor] = {}  # of gradients, by step, since the host last waited
+    is_saved = True
+    sampler.start = start
+    sampler.stop = total_steps
     for step, batches in enumerate(progress(loader, "step", total_steps, start), start + 1):
-        watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
+        watchdog.restart(run.output_dir, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
-        counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
-        targets, tokens, is_stopping = ranks.host_sums(counts)
+        targets = sum(batch["targets"] for batch in batches)
+        tokens = sum(batch["tokens"] for batch in batches)
+        targets, tokens, stops = ranks.host_sums([targets, tokens, stop.is_set])
+        is_stopping = stops > 0
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -293,130 +348,141 @@ def train(
                 scaler.scale(loss * world_size).backward()
             loss_sum += loss.detach()
 
-        # 5. Update. `bad_step` is the first step whose norm is not finite. From then on the fused
-        # AdamW changes nothing. In fp16 the scaler skips such a step.
-        scaler.unscale_(optimizer)
+        # 5. Clip and update. The rate depends on the step alone, so no scheduler has to be saved.
+        is_last = step == total_steps
+        log_due = is_due(run.log_every)
+        eval_due = is_due(run.eval_every)
+        save_due = is_due(run.save_every)
+        lr = optim.lr * factors[step - 1]
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
         grad_norm = policies.clip_gradients(model, optim.max_grad_norm)
-        if not scaler.is_enabled():
-            bad_step += (~grad_norm.isfinite() & (bad_step == 0)) * step
-            if is_fused:
-                optimizer.found_inf = (bad_step > 0).float().to(groups[0]["params"][0].device)
-        lr = optim.lr * factor(step - 1)  # of the step alone, so no scheduler has to be saved
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if skips or bad_step == 0:
+        norms[step] = grad_norm
+        policies.skip_if_not_finite(optimizers, grad_norm)
+        for optimizer in optimizers:
             scaler.step(optimizer)
+            optimizer.zero_grad()
         scaler.update()
-        optimizer.zero_grad()
-        state |= {"step": step, "tokens": state["tokens"] + tokens}
+        state.step = step
+        state.tokens += int(tokens)
         if step == start + 1:  # from now on there is something to lose
             dist.barrier(group=ranks.cpu_group)
             stop.listen()
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.
-        is_last, ends_epoch = step == total_steps, step % epoch_steps == 0
-        log_due, eval_due, save_due = (
-            is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
-        )
-        if not (log_due or eval_due or save_due or is_stopping or not skips):
+        if not (log_due or eval_due or save_due or is_stopping):
             continue
-        if bad_step > 0 or scaler.get_scale() < 1:
-            bad = bad_step.item() or step
-            raise Problem(f"The gradient norm of step {bad} is not finite, in samples "
-                f"{sampler.samples(bad - 1).tolist()}. Check them, or lower --lr.")  # fmt: skip
+        bad_step = policies.first_bad_step(norms, scaler)
+        if bad_step:
+            samples = sampler.samples(bad_step - 1).tolist()
+            raise Problem(f"The gradient norm of step {bad_step} is not finite, in samples "
+                          f"{samples}. Check them, or lower --lr.")  # fmt: skip
+        norms.clear()
         if log_due:
             dist.all_reduce(loss_sum)
-            loss = loss_sum / (step - state["logged_step"])  # the mean since the last line
-            log.write("train", step, state["tokens"], loss=loss, lr=lr, grad_norm=grad_norm)
+            mean_loss = loss_sum / (step - state.logged_step)
+            log.write("train", loss=mean_loss, lr=lr, grad_norm=grad_norm)
             loss_sum.zero_()
-            state["logged_step"] = step
-        state["eval_due"] = eval_due
+            state.logged_step = step
+        state.eval_due = eval_due
         if eval_due and not is_stopping:
             is_stopping = evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
         if save_due or is_stopping:
-            state["loss_sums"] = ranks.on_every_rank(loss_sum.item)
-            state["scaler"] = scaler.state_dict()
-            path = output / "checkpoints" / f"step-{step:08d}"
-            try:
-                with log.pause():
-                    is_full = run.checkpoint_type == "full"
-                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
-                write_status(output, "running")
-                log.write("save", step)
-                failed_saves = 0
-            except OSError as error:
-                failed_saves += 1
-                if failed_saves == 2 or is_last or is_stopping:
-                    raise
-                print0(f"{error} The next save tries again.")
-        if is_stopping and (not is_last or state["eval_due"]):
+            state.loss_sums = ranks.on_every_rank(loss_sum.item)
+            state.scaler = scaler.state_dict()
+            must_succeed = is_last or is_stopping or not is_saved
+            tensors = checkpoint.snapshot(model, names, optimizers, state)
+            is_saved = save(run, tensors, state, must_succeed)
+            del tensors  # FSDP1's are copies
+            if is_saved:
+                log.write("save")
+        if is_stopping and (not is_last or state.eval_due):
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
     watchdog.stop()  # optional: watchdog
-    log.write("done", state["step"], best_loss=state["best_loss"], best_step=state["best_step"])
+    log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
 
 
 def evaluate(
-    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
-    val_sets: dict[str, Any], state: dict[str, Any], log: Log, stop: StopRequest,
-) -> bool:  # fmt: skip
+    args: Args,
+    device: torch.device,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    val_sets: dict[str, Any],
+    state: State,
+    log: Log,
+    stop: StopRequest,
+) -> bool:
     """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
     a rank was asked to stop, which a resume repeats. Call on all ranks."""
     try:
-        with log.pause():
-            results = validation(args, device, model, val_sets, stop)
-            is_best = results["loss"] < state["best_loss"]
-            if is_best and args.run.save_best:
-                path = args.run.output_dir / "best"
-                try:
-                    export(model, tokenizer, path, args.run.export_dtype, stop.check)
-                except OSError as error:
-                    print0(f"best/ could not be written ({error}).")
-                    is_best = False
+        results = validation(args, device, model, val_sets, stop)
+        is_best = results["loss"] < state.best_loss
+        if is_best and args.run.save_best:
+            path = args.run.output_dir / "best"
+            try:
+                export(model, tokenizer, path, args.run.export_dtype, stop.check)
+            except OSError as error:
+                print0(f"best/ could not be written ({error}).")
+                is_best = False
     except Stopped:
         return True
     if is_best:
-        state |= {"best_loss": results["loss"], "best_step": state["step"]}
-    state["eval_due"] = False
-    log.write("val", state["step"], **results)
+        state.best_loss = results["loss"]
+        state.best_step = state.step
+    state.eval_due = False
+    log.write("val", **results)
     return False
 
 
 @torch.no_grad()
 def validation(
-    args: Args, device: torch.device, model: nn.Module, val_sets: dict[str, Any], stop: StopRequest
+    args: Args,
+    device: torch.device,
+    model: nn.Module,
+    val_sets: dict[str, Any],
+    stop: StopRequest,
 ) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Every example
     counts once. Call on all ranks; all raise Stopped if one was asked to stop."""
-    totals = torch.zeros(len(val_sets), 2, dtype=torch.float64, device=device)
-    precision = args.sharding.precision
-    with policies.evaluation(model), policies.autocast(model, device, precision):
-        for total, (name, samples) in zip(totals, val_sets.items(), strict=True):
+    totals = {}  # by data set: the summed loss and the number of targets
+    autocast = policies.autocast(model, device, args.sharding.precision)
+    with policies.evaluation(model), autocast:
+        for name, samples in val_sets.items():
             loader = ordered_loader(samples, args.optim.batch_size, chat_dataset.collate, device)
+            total = torch.zeros(2, dtype=torch.float64, device=device)
             for batch in progress(loader, f"validation on {name}", len(loader)):
                 stop.check()
                 total[0] += summed_loss(model, to_device(batch, device))
                 total[1] += batch["targets"]
-    dist.all_reduce(totals)
-    loss = totals[:, 0].sum() / totals[:, 1].sum()
-    losses = dict(zip(val_sets, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
-    return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
+            dist.all_reduce(total)
+            totals[name] = total
+    return mean_losses(totals)
 
 
 def run_without_training(
-    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
-    shapes: dict[str, torch.Size], newest: Path | None,
-) -> None:  # fmt: skip
+    args: Args,
+    device: torch.device,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    shapes: weights.Shapes,
+    newest: Path | None,
+) -> None:
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
     output = args.run.output_dir
     needs_checkpoint = args.run.export_only
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
-        checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model)
+        identity = {"model": checkpoint.model_identity(model, shapes)}
+        identity |= more_identity(model, tokenizer)
+        names = weights.saved_names(model)
+        names -= lora.frozen_names(model)  # optional: lora
+        checkpoint.compare_runs(newest, identity)
+        checkpoint.load_weights(newest, model, names)
     else:
         checkpoint.check_evaluated(output, args.model.model_name)
     if args.run.export_only:
@@ -425,7 +491,8 @@ def run_without_training(
     options = args.data, tokenizer, args.optim.seed, True
     _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)
     probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
-    checks.check_model(args, device, model, summed_loss, *probe)  # optional: startup_checks
+    losses = summed_loss, token_loss  # optional: startup_checks
+    checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
     results = validation(args, device, model, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))
 

@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,66 +31,104 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import ranks
-from .ranks import Problem, on_rank_zero, print0
-from .reading import fingerprint
-from .steps import StepSampler, settings
-from .weights import first_names, plain_name, unwrapped
+from .args import Run
+from .ranks import Problem, on_every_rank, on_rank_zero, print0
+from .steps import StepSampler
+from .weights import Shapes, unwrapped
 
 STATE = "train_state.json"
 NAMES = "step-" + 8 * "[0-9]"  # of checkpoints
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+# What a resume takes from its own start, or needs no more.
+OF_START = ("identity", "flags", "settings", "files", "processes", "sums")
+
+
+@dataclass
+class State:
+    """What a step depends on, besides the model, its optimizers and random numbers, and what the
+    run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
+
+    identity: dict[str, Any]  # must stay the same in a resume
+    flags: dict[str, Any]  # a resume prints which have changed
+    settings: list[dict[str, str]]  # of the optimizers
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # of all steps and ranks, without padding
+    eval_due: bool = True  # the first validation, or one that was interrupted
+    best_loss: float = math.inf
+    best_step: int = 0
+    logged_step: int = 0  # of the last train line in metrics.jsonl
+    loss_sums: list[float] = field(default_factory=lambda: [0.0])  # by rank, since that line
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+    def own_loss_sum(self) -> float:
+        """Return this rank's loss sum, or its share if another number of ranks saved them."""
+        world_size = dist.get_world_size()
+        if len(self.loss_sums) == world_size:
+            return self.loss_sums[dist.get_rank()]
+        return sum(self.loss_sums) / world_size
 
 
 def new_state(
-    script: str, model: nn.Module, shapes: dict[str, torch.Size], sets: Sequence[Any],
-    optimizer: Optimizer, sampler: StepSampler, args: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the state of a run at step 0, besides the model and the optimizer. `shapes` are those
-    of the parameters before wrapping. Raise Problem if the identity differs between ranks."""
-    identity = {  # must stay the same
+    script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
+    optimizers: list[Optimizer], sampler: StepSampler, args: Any,
+) -> State:  # fmt: skip
+    """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping.
+    Raise Problem if the identity differs between ranks."""
+    identity = {
         "script": Path(script).stem,
         "model": model_identity(model, shapes),
         "data": [fingerprint(samples) for samples in sets],
-        "optimizer": type(optimizer).__name__,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "global batch": sampler.global_batch,
         "--seed": sampler.seed,
     }
-    return {
-        "step": 0,  # optimizer steps done
-        "tokens": 0,  # of all steps and ranks, without padding
-        "eval_due": True,  # the first validation, or one that was interrupted
-        "best_loss": math.inf,
-        "best_step": 0,
-        "logged_step": 0,  # of the last line in metrics.jsonl
-        "loss_sums": [0.0],  # of each rank, since that line
-        "scaler": {},
-        "settings": settings(optimizer),
-        "flags": vars(args.model) | vars(args.optim) | vars(getattr(args, "adapters", args.model)),
-        "identity": ranks.compare_ranks(identity),
-    }
+    flags = vars(args.model) | vars(args.optim)
+    return State(ranks.compare_ranks(identity), flags, settings(optimizers))
 
 
-def model_identity(model: nn.Module, shapes: dict[str, torch.Size]) -> str:
-    """Return a digest of a model's config and parameter shapes, and its attribute `identity`."""
-    model = unwrapped(model)
-    config = model.config.to_diff_dict() | dict.fromkeys(OF_FILES)
-    text = json.dumps([shapes, config], sort_keys=True, default=str)
-    more = getattr(model, "identity", "")
-    return f"{model.config.model_type}, {zlib.crc32(text.encode()):08x}{more}"
+def fingerprint(samples: Any) -> str:
+    """Return the length of a data set and a CRC of at most 256 of its samples. Any rank."""
+    step = len(samples) // 256 + 1
+    some = [samples[i] for i in range(0, len(samples), step)]
+    text = json.dumps(some, default=lambda value: getattr(value, "tolist", value.__repr__)())
+    return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
+
+
+def settings(optimizers: list[Optimizer]) -> list[dict[str, str]]:
+    """Return the values in the param_groups of optimizers, except the learning rate and parameters,
+    as text. Checkpoints do not contain them. Any rank."""
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            groups.append({k: repr(x) for k, x in group.items() if k not in ("params", "lr")})
+    return groups
+
+
+def model_identity(model: nn.Module, shapes: Shapes) -> str:
+    """Return a digest of a model's config and parameter shapes. Any rank."""
+    config = unwrapped(model).config
+    text = json.dumps([shapes, config.to_diff_dict() | dict.fromkeys(OF_FILES)], sort_keys=True,
+                      default=str)  # fmt: skip
+    return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
 
 
 def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
     """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
-    identity is not as in `identity`: a different run saved it."""
+    identity is not as in `identity`: a different run saved it. Any rank."""
     if path is None:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
-    saved = json.loads((path / STATE).read_text())
+    saved = read_state(path)
     was = saved["identity"]
-    if differ := [f"{k} is {x}, was {was.get(k)}" for k, x in identity.items() if x != was.get(k)]:
-        raise Problem(f"{path} was saved by a different run: {'; '.join(differ)}. Pass its model "
-                      f"({saved['flags'].get('model_name')}), data, flags and --global-batch-size "
-                      f"{was['global batch']}, or another --output-dir.")  # fmt: skip
+    differences = []
+    for name, value in identity.items():
+        if value != was.get(name):
+            differences.append(f"{name} is {value}, was {was.get(name)}")
+    if differences:
+        raise Problem(f"{path} was saved by a different run: {'; '.join(differences)}. Pass its "
+                      f"model ({saved['flags'].get('model_name')}), data, flags and "
+                      f"--global-batch-size {was['global batch']}, or another "
+                      "--output-dir.")  # fmt: skip
     return saved
 
 
@@ -101,15 +140,18 @@ def check_evaluated(output: Path, model_name: str) -> None:
                       f"{output}/final (by --export-only), or adapters' flags.")  # fmt: skip
 
 
-def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return nested dicts of the tensors to save, some of which are those that are trained. Raise
-    Problem if the optimizer has values that a checkpoint would not contain."""
-    moments = dcp_state.get_optimizer_state_dict(model, optimizer, options=_options(model))
+def snapshot(
+    model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
+) -> dict[str, Any]:
+    """Return nested dicts of the tensors to save: the `names` of a model's tensors, the moments of
+    its optimizers, and random states. Some are the tensors that are trained. Raise Problem if the
+    optimizers have values that a checkpoint would not contain."""
+    moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings, which a resume takes from its flags
     are_tensors = all(isinstance(x, Tensor) for x in pytree.tree_leaves(moments))
-    if settings(optimizer) != state["settings"] or not are_tensors:
+    if settings(optimizers) != state.settings or not are_tensors:
         raise Problem("Only tensors in `state` are saved, not changed param_groups or others.")
-    return {"model": model_weights(model), "optimizer": moments} | _random_states()
+    return {"model": model_weights(model, names), "optimizer": moments} | _random_states()
 
 
 def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -120,35 +162,77 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
     return {name: dict(zip(keys, tensors.values(), strict=True))}
 
 
-def save(path: Path, tensors: dict[str, Any], state: dict[str, Any], full: bool = False) -> None:
-    """Write a checkpoint of a snapshot, `tensors`, and of `state`, which JSON can hold, to `path`.
-    Raise OSError on all ranks if it fails."""
+def save(
+    run: Run, tensors: dict[str, Any], state: State, must_succeed: bool = True,
+    file_sums: Callable[[Path], dict[str, int]] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> bool:  # fmt: skip
+    """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, and write the
+    status. `file_sums` returns the checksums of this rank's files, by name. A thread needs its own
+    `group`. If the save fails, raise OSError on all ranks or, unless it `must_succeed`, print
+    the reason and return False."""
+    path = run.output_dir / "checkpoints" / f"step-{state.step:08d}"
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
+    copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
+    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=copy_ahead)
+    group = group or ranks.cpu_group
+    sums: list[dict[str, int]] = []
     try:
-        on_rank_zero(shutil.rmtree, path, True)  # of an interrupted save
-        dcp.save(tensors, checkpoint_id=path, planner=planner, process_group=ranks.cpu_group)
-        on_rank_zero(_finish, path, state, full)
+        on_rank_zero(shutil.rmtree, path, True, group=group)  # left by a save that was interrupted
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        if run.checkpoint_type == "full":
+            on_rank_zero(_write_full, path, group=group)
+        if file_sums is not None:
+            sums = on_every_rank(file_sums, path, group=group)
+        on_rank_zero(_finish, run, path, state, sums, group=group)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk
         reason = str(error).strip().splitlines()[-1]
-        raise OSError(f"{path} could not be saved ({reason}). Is the disk full?") from None
+        problem = f"{path} could not be saved ({reason}). Is the disk full?"
+        if must_succeed:
+            raise OSError(problem) from None
+        print0(f"{problem} The next save tries again.")
+        return False
+    return True
 
 
-def _finish(path: Path, state: dict[str, Any], full: bool) -> None:
-    if full:
-        try:
-            dcp_to_torch_save(path, path / "full.pt")
-        except RuntimeError as error:  # of torch.save on a full disk
-            raise OSError(str(error)) from None
-        with (path / "full.pt").open() as file:
-            os.fsync(file)
-    files = {file.name: file.stat().st_size for file in path.iterdir()}
-    state = state | {"files": files, "processes": dist.get_world_size()}
+def _write_full(path: Path) -> None:
+    try:
+        dcp_to_torch_save(path, path / "full.pt")
+    except RuntimeError as error:  # torch.save's on a full disk
+        raise OSError(str(error)) from None
+    with (path / "full.pt").open() as file:
+        os.fsync(file)
+
+
+def _finish(run: Run, path: Path, state: State, sums: list[dict[str, int]]) -> None:
+    """Complete a checkpoint, delete old ones and write the status. Rank 0 only."""
+    values = dict(vars(state))
+    values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
+    values["processes"] = dist.get_world_size()
+    values["sums"] = {name: crc for of_rank in sums for name, crc in of_rank.items()}
     temporary = path / f"{STATE}.tmp"
-    temporary.write_text(json.dumps(state, indent=1, default=str))
+    temporary.write_text(json.dumps(values, indent=1, default=str))
     temporary.rename(path / STATE)
+    prune(path.parent, run.keep_checkpoints, path)
+    write_status(run.output_dir, "running")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the values in a checkpoint's train_state.json. Any rank."""
+    return json.loads((path / STATE).read_text())
+
+
+def write_status(directory: Path, word: str) -> None:
+    """Write to the file status of a run: running (also after an error), stopped or finished; and on
+    the second line the step of the newest checkpoint. Any rank; rank 0 writes."""
+    if dist.get_rank() == 0:
+        saved = sorted(directory.glob(f"checkpoints/{NAMES}/{STATE}"))
+        step = int(saved[-1].parent.name.removeprefix("step-")) if saved else 0
+        with contextlib.suppress(OSError):  # do not hide the reason for the end
+            (directory / "status").write_text(f"{word}\nsaved step {step}\n")
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
@@ -156,7 +240,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     complete = []
     for path in sorted(directory.glob(NAMES)):
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            files = json.loads((path / STATE).read_text())["files"].items()
+            files = read_state(path)["files"].items()
             if all((path / name).stat().st_size == size for name, size in files):
                 complete.append(path)
     return complete
@@ -186,68 +270,87 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
-) -> dict[str, Any]:
-    """Load weights, optimizer without its settings, and random states (reseeded if another number
-    of processes saved them). Return the state that was saved, with the "identity", "flags" and
-    "settings" of `state`. Raise Problem if the "identity" was another: it is a different run."""
-    saved = compare_runs(path, state["identity"])
-    for name, was in saved["flags"].items():
-        if json.dumps(value := state["flags"].get(name)) != json.dumps(was):  # JSON has no tuples
-            print0(f"--{name.replace('_', '-')} is {value}, was {was}.")
+    path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
+) -> None:
+    """Load a snapshot, and into `state` the values that were saved with it, except those of this
+    start. Raise Problem if the identity was another: it is a different run."""
+    saved = compare_runs(path, state.identity)
+    print_changes(saved["flags"], state.flags)
     print0(f"Resuming from {path}")
-    load_weights(path, model)  # first, so that a state dict of both is never in memory
-    # With a gradient, as a forward pass leaves on offloaded parameters, DCP would create no moments
-    # to load into.
-    optimizer.zero_grad()
-    options = _options(model)
-    moments = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
-    if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
-        # FSDP1 has just created zero moments, and `moments` holds copies. Free all but one
-        # parameter's: with none left, PyTorch would create them again.
-        for parameter in list(optimizer.state)[1:]:
-            del optimizer.state[parameter]
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    names = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
-    # Those that have had a gradient, and so have moments in the checkpoint.
-    moments["state"] = {name: x for name, x in moments["state"].items() if name in names}
-    read(path, {"optimizer": {"state": moments["state"]}})
-    dcp_state.set_optimizer_state_dict(model, optimizer, moments, options=options)
-    size = dist.get_world_size()
-    if saved["processes"] == size:  # last, because the above draws numbers
-        read(path, states := _random_states())
-        cpu, *device = states["random"].values()
-        torch.set_rng_state(cpu)
-        if device:
-            torch.get_device_module().set_rng_state(*device)
-    else:
-        torch.manual_seed(state["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
-        print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
-    return saved | {name: state[name] for name in ("identity", "flags", "settings")}
+    load_weights(path, model, names)  # first, so that a state dict of both is never in memory
+    load_moments(path, model, optimizers)
+    load_random_states(path, saved)  # last, because the above draws numbers
+    for name, value in saved.items():
+        if name not in OF_START:
+            setattr(state, name, value)
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load into `model` the weights of a checkpoint of any world size and strategy."""
-    weights = model_weights(model)
+def print_changes(was: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Print the flags whose values differ from those in a checkpoint. Any rank."""
+    for name, old in was.items():
+        new = flags.get(name)
+        if json.dumps(new) != json.dumps(old):  # JSON has no tuples
+            print0(f"--{name.replace('_', '-')} is {new}, was {old}.")
+
+
+def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
+    """Load the tensors `names` of a model from a checkpoint of any world size and strategy."""
+    weights = model_weights(model, names)
     read(path, {"model": weights})
     # FSDP1 warns that the second name of each tied weight is missing.
     logging.getLogger("torch.distributed.fsdp._state_dict_utils").setLevel(logging.ERROR)
     dcp_state.set_model_state_dict(model, weights, options=_options(model))
 
 
+def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Load the states of a model's optimizers, but not their settings."""
+    options = _options(model)
+    for optimizer in optimizers:
+        # With a gradient, as a forward pass leaves on offloaded parameters, DCP would create no
+        # moments to load into.
+        optimizer.zero_grad()
+    moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=options)
+    for optimizer in optimizers:
+        if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
+            # FSDP1 has just created zero moments, and `moments` holds copies. Free all but one
+            # parameter's: with none left, PyTorch would create them again.
+            for parameter in list(optimizer.state)[1:]:
+                del optimizer.state[parameter]
+    # Only parameters that have had a gradient have moments in the checkpoint.
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
+    moments["state"] = {name: x for name, x in moments["state"].items() if name in saved}
+    read(path, {"optimizer": {"state": moments["state"]}})
+    dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=options)
+
+
+def load_random_states(path: Path, saved: dict[str, Any]) -> None:
+    """Restore the random generators of this rank; reseed them if another number of processes saved
+    the checkpoint, whose train_state.json has the values `saved`."""
+    size = dist.get_world_size()
+    if saved["processes"] != size:
+        torch.manual_seed(saved["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
+        print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
+        return
+    states = _random_states()
+    read(path, states)
+    cpu, *device = states["random"].values()
+    torch.set_rng_state(cpu)
+    if device:
+        torch.get_device_module().set_rng_state(*device)
+
+
+def model_weights(model: nn.Module, names: set[str]) -> dict[str, Tensor]:
+    """Return those of a model's parameters and buffers whose name is in `names` (saved_names has
+    all): shards or whole tensors, under FSDP1 copies."""
+    weights = dcp_state.get_model_state_dict(model, options=_options(model))
+    return {name: tensor for name, tensor in weights.items() if name in names}
+
+
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     """Return options for state dicts. FSDP1 copies their tensors, one by one into host memory: on
     the GPU they would double that of the model and its optimizer."""
-    is_copied, leaves_out = isinstance(model, FSDP), hasattr(unwrapped(model), "only_trained")
-    return dcp_state.StateDictOptions(False, is_copied, leaves_out, strict=False)
-
-
-def model_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters, tied ones once, and persistent buffers: shards or whole tensors,
-    under FSDP1 copies. Frozen parameters are left out if it has an attribute `only_trained`."""
-    weights = dcp_state.get_model_state_dict(model, options=_options(model))
-    firsts = {plain_name(name) for name in first_names(unwrapped(model)).values()}
-    return {name: tensor for name, tensor in weights.items() if plain_name(name) in firsts}
+    return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
 def _random_states() -> dict[str, dict[str, Tensor]]:

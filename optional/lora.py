@@ -22,7 +22,7 @@ import policies
 from core import export, ranks, weights
 from core.args import Fraction, Names, Positive, Size, Switch
 from core.ranks import Problem
-from core.reading import digest
+from core.tables import digest
 
 ADAPTER = ".lora_"  # in the names of adapters
 BLOCK = 64  # weights that share a scale
@@ -107,11 +107,23 @@ def add(
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
     check_markers(model, source, tokenizer)
+    flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
+    flags += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
     model.adapters = config
-    model.only_trained = True  # in checkpoints
-    identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
-    identity += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
-    model.identity = getattr(model, "identity", "") + f"{identity}, base {base_digest}"
+    model.adapters_identity = f"{flags}, base {base_digest}"
+
+
+def identity(model: nn.Module) -> dict[str, str]:
+    """Return what must stay the same in a resume: the adapters' shapes and their base."""
+    return {"adapters": getattr(model, "adapters_identity", "none")}
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights that adapters freeze. Checkpoints leave them out."""
+    if not hasattr(model, "adapters"):
+        return set()
+    parameters = model.named_parameters()
+    return {weights.plain_name(name) for name, x in parameters if not x.requires_grad}
 
 
 def projections(

@@ -3,7 +3,6 @@ resumes with other strategies and world sizes, and damaged files."""
 
 import json
 import os
-import zlib
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from transformers import GPT2LMHeadModel
 
 import gpt2_fsdp
 from core import checkpoint, log
+from core.args import Run
 from core.ranks import Problem
-from core.steps import settings
+from core.weights import saved_names
 from optional import checksums
 
 
@@ -45,19 +45,20 @@ def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path, mo
     """The extra tensors need as many processes."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = {"settings": settings(optimizer), "step": 2, "flags": {}, "identity": {"--seed": 0}}
+    state = checkpoint.State({"--seed": 0}, {}, checkpoint.settings([optimizer]), step=2)
     mean, seven = torch.zeros(2), torch.full((2,), 7.0)
-    tensors = checkpoint.snapshot(model, optimizer, state)
+    tensors = checkpoint.snapshot(model, saved_names(model), [optimizer], state)
     tensors |= checkpoint.extra_state("mine", {"mean": seven})
-    checkpoint.save(tmp_path / "x", tensors, state, full=True)
-    assert torch.equal(torch.load(tmp_path / "x/full.pt")["model"]["weight"], model.weight)
-    checkpoint.read(tmp_path / "x", checkpoint.extra_state("mine", {"mean": mean}))
+    assert checkpoint.save(Run(tmp_path, checkpoint_type="full"), tensors, state)
+    path = tmp_path / "checkpoints/step-00000002"
+    assert torch.equal(torch.load(path / "full.pt")["model"]["weight"], model.weight)
+    checkpoint.read(path, checkpoint.extra_state("mine", {"mean": mean}))
     assert torch.equal(mean, seven)
     monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
     extra = checkpoint.extra_state("mine", {"mean": mean})
     monkeypatch.undo()
     with pytest.raises(dcp.CheckpointException, match="mean of rank 0 of 2"):
-        checkpoint.read(tmp_path / "x", extra)
+        checkpoint.read(path, extra)
 
 
 def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp_path):
@@ -76,8 +77,8 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
         killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
         assert launch(processes, *killed, "--output-dir", output, check=False).returncode
     for path in output.glob("checkpoints/*"):
-        sums = [name for file in path.glob("crc-*.json") for name in json.loads(file.read_text())]
-        assert sorted(sums) == sorted(file.name for file in path.glob("[!c]*"))
+        names = {file.name for file in path.iterdir()} - {checkpoint.STATE}
+        assert checkpoint.read_state(path)["sums"].keys() == names
     assert start(gpt2_fsdp, *alone, "--strategy", "ddp", "--output-dir", output) == 0
     starts = [line["step"] for line in metrics(output, "start")]
     assert starts == [0, 2, 6, 6]
@@ -103,29 +104,26 @@ DAMAGE = {  # the new content of a file, by its own and that of another step
 @pytest.fixture
 def saved(process_group: None, tmp_path: Path) -> Path:
     """Return a directory with two complete checkpoints of two ranks, with checksums."""
+    directory = tmp_path / "checkpoints"
     for step in (2, 4):
-        path = tmp_path / f"step-{step:08d}"
-        path.mkdir()
+        path = directory / f"step-{step:08d}"
+        path.mkdir(parents=True)
         for name in FILES:
             (path / name).write_bytes(bytes([step, *range(200)]))
-        state = {"step": step, "files": dict.fromkeys(FILES, 201)}
-        (path / checkpoint.STATE).write_text(json.dumps(state))
-        for rank in (0, 1):
-            names = [f"__{rank}_0.distcp", *([".metadata", checkpoint.STATE] if rank == 0 else [])]
-            sums = {name: zlib.crc32((path / name).read_bytes()) for name in names}
-            (path / f"crc-{rank}.json").write_text(json.dumps(sums))
-    return tmp_path
+        sums = [{name: checksums.crc(path / name) for name in FILES}]
+        checkpoint._finish(Run(tmp_path), path, checkpoint.State({}, {}, [], step=step), sums)
+    return directory
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", [*FILES, "train_state.json", "crc-0.json"])
+@pytest.mark.parametrize("name", [*FILES, "train_state.json"])
 def test_damaged_checkpoint_is_skipped(name, damage, saved, capsys):
     newest, older = saved / "step-00000004", saved / "step-00000002"
     assert checksums.find_intact(saved) == newest
     new, old = ((path / name).read_bytes() for path in (newest, older))
     (newest / name).write_bytes(DAMAGE[damage](new, old))
     assert checksums.find_intact(saved) == older
-    is_complete = newest in checkpoint.complete_checkpoints(saved)  # otherwise its JSON is invalid
+    is_complete = newest in checkpoint.complete_checkpoints(saved)  # otherwise its JSON is damaged
     assert (f"{newest} is damaged, so it is skipped" in capsys.readouterr().out) == is_complete
     (older / name).write_bytes(DAMAGE[damage](old, new))
     with pytest.raises(Problem, match="No checkpoint in .* is intact"):
@@ -133,11 +131,12 @@ def test_damaged_checkpoint_is_skipped(name, damage, saved, capsys):
 
 
 def test_checkpoint_without_checksums_counts_as_intact(saved):
-    """A kill may come between the save and the checksums."""
-    newest = saved / "step-00000004"
-    for rank in (0, 1):
-        (newest / f"crc-{rank}.json").unlink()
-    assert checksums.find_intact(saved) == newest
+    """A copy without the module has saved it, or an older version."""
+    path = saved / "step-00000004" / checkpoint.STATE
+    state = json.loads(path.read_text())
+    del state["sums"]
+    path.write_text(json.dumps(state))
+    assert checksums.find_intact(saved) == path.parent
 
 
 def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_path):
@@ -145,5 +144,5 @@ def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_p
     (tmp_path / "status").write_bytes(bytes(9))
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\0\0\n" + line.encode())
     log.open_directory(tmp_path)
-    log.Log(tmp_path, {"step": 2, "tokens": 0, "eval_due": False}, 9)
+    log.Log(tmp_path, checkpoint.State({}, {}, [], step=2, eval_due=False), 9)
     assert metrics(tmp_path, "train") == [json.loads(line)]

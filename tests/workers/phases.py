@@ -13,7 +13,7 @@ from typing import Any
 
 from killed import before_each_step, import_script
 
-from core import checkpoint, ranks, reading
+from core import checkpoint, ranks, tables
 
 RANK = os.environ.get("RANK", "0")
 LATER = range(3, 10**9)  # completed steps
@@ -37,13 +37,13 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
     if phase in steps:
         before_each_step(script, lambda step: pause() if step - 1 in steps[phase] else None)
     elif phase in validations:
-        before(script, "evaluate", lambda *args: args[5]["step"] in validations[phase])
+        before(script, "evaluate", lambda *args: args[6].step in validations[phase])
     elif phase == "export":
         before(script, "export_model", lambda *args: args[2].name == "final")
     elif phase == "load":
         before(script, "load_model", lambda *_: True)
     elif phase == "tokenisation":
-        before(reading, "map_rows", lambda *_: True)
+        before(tables, "map_rows", lambda *_: True)
     elif phase == "save":
         before(checkpoint, "save", lambda *_: True)
     elif phase == "generation":
