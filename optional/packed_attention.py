@@ -4,7 +4,7 @@ and masks most; with flash-attn, set `config._attn_implementation = "flash_atten
 
 import contextlib
 import importlib.util
-import itertools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +30,8 @@ def set_kernel(
 ) -> None:
     """Set --attention, given all arguments of a script, in the config of a model of class `kind`,
     and print it. Raise Problem if the model cannot use it."""
-    name, length = args.kernel.attention, args.data.max_seq_length
+    name = args.kernel.attention
+    length = args.data.max_seq_length
     precision = args.sharding.precision
     has_sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     is_packed = kind._supports_attention_backend and not _needs_mask(config, length)
@@ -38,10 +39,11 @@ def set_kernel(
         name = "sdpa" if has_sdpa else "eager"
         # `per_document` would break the compiled graph.
         is_traced = args.sharding.compile and not torch.accelerator.is_available()
-        for candidate in ("varlen", "flash") if has_sdpa and is_packed and not is_traced else ():
-            with contextlib.suppress(Problem):
-                varlen_kernel(candidate, precision)
-                name = candidate
+        if has_sdpa and is_packed and not is_traced:
+            for candidate in ("varlen", "flash"):
+                with contextlib.suppress(Problem):
+                    varlen_kernel(candidate, precision)
+                    name = candidate
     if name == "sdpa" and not has_sdpa:
         raise Problem(f"--attention sdpa: {kind.__name__} lacks it. Pass eager.")
     config._attn_implementation = name
@@ -59,8 +61,8 @@ def _needs_mask(config: transformers.PretrainedConfig, length: int) -> bool:
     window = getattr(config, "sliding_window", None) or length
     has_window = getattr(config, "use_sliding_window", True) and window < length
     chunk = getattr(config, "attention_chunk_size", None) or length
-    selects = getattr(config, "index_topk", None) is not None
-    return has_window or chunk < length or selects or bool(getattr(config, "attention_dropout", 0))
+    has_other = getattr(config, "index_topk", None) or getattr(config, "attention_dropout", 0)
+    return has_window or chunk < length or bool(has_other)
 
 
 def varlen_kernel(name: str, precision: str) -> Callable:
@@ -76,9 +78,14 @@ def varlen_kernel(name: str, precision: str) -> Callable:
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
 
+    # Without this argument, torch 2.11 accepts fewer key-value heads by itself.
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
     def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        options = {"enable_gqa": q.size(1) > k.size(1), "scale": scale, "window_size": (-1, 0)}
-        return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+        options = {"enable_gqa": q.size(1) > k.size(1)} if has_flag else {}
+        return varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), **options
+        )
 
     return varlen
 
@@ -96,8 +103,7 @@ def flash_attn() -> Callable:
         raise Problem(f"--attention flash needs {name} ({error}). Install it.") from error
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        limits = ends, ends, longest, longest
-        output = function(q, k, v, *limits, softmax_scale=scale, causal=True)
+        output = function(q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True)
         return output[0] if isinstance(output, tuple) else output
 
     return flash
@@ -105,13 +111,14 @@ def flash_attn() -> Callable:
 
 def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: float) -> Tensor:
     """Return the causal attention of packed documents, one at a time: the kernel for CPUs."""
-    outputs = []
-    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
-    for start, end in itertools.pairwise(ends.tolist()):
-        heads_first = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-        output = F.scaled_dot_product_attention(*heads_first, **options)
-        outputs.append(output[0].transpose(0, 1))
-    return torch.cat(outputs)
+    # The backward pass of a slice would fill zeros of the size of the pack, for each document.
+    lengths = ends.diff().tolist()
+    parts = [x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v)]
+    outputs = [
+        F.scaled_dot_product_attention(*document, is_causal=True, scale=scale, enable_gqa=True)
+        for document in zip(*parts, strict=True)
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def register(kernel: Callable, longest: int) -> None:

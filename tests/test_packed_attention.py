@@ -3,18 +3,24 @@ documents do not attend to each other, with optional/packed_attention.py or with
 
 import functools
 import importlib
+import itertools
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import WIDE
 from copied import llama_as
 from plain import loss_class
 from test_startup_checks import arguments, check, device, problem  # noqa: F401
 from torch._dynamo.utils import counters
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_flash_attention_utils
 
 import chat_dataset
@@ -58,6 +64,73 @@ def test_newest_flash_attn_is_used(capability, modules, origin, tmp_path, monkey
     assert kernel(*tensors, ends, 5, 0.5) is tensors[0]
     (call,) = importlib.import_module(origin).calls
     assert call == (*tensors, 5, 5, 0.5, True)
+
+
+@pytest.mark.parametrize("has_flag", [False, True])
+def test_varlen_kernels_of_torch_2_11_get_no_flag_for_grouped_heads(has_flag, monkeypatch):
+    def old(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size):
+        return {}
+
+    def new(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa=False):
+        return {"enable_gqa": enable_gqa}
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", new if has_flag else old)
+    kernel = packed_attention.varlen_kernel("varlen", "bf16")
+    query = torch.randn(8, 4, 2)
+    for heads in (2, 4):
+        key = query[:, :heads]
+        options = kernel(query, key, key, torch.tensor([0, 8]), 8, 1.0)
+        assert options == ({"enable_gqa": heads < 4} if has_flag else {})
+
+
+class Created(TorchDispatchMode):
+    """A context that counts the elements of all tensors that operations return."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        self.elements += sum(x.numel() for x in tensors)
+        return output
+
+
+def attention_of_documents(lengths: list[int], kernel: Callable) -> tuple[list, int]:
+    """Return the output and gradients of queries, keys and values, and how many elements the
+    backward pass created."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(sum(lengths), 2, 8, generator=generator) for _ in "qkv"]
+    parts = [part.requires_grad_() for part in parts]
+    ends = torch.tensor([0, *itertools.accumulate(lengths)])
+    output = kernel(*parts, ends, max(lengths), 0.3)
+    loss = output.square().sum()
+    with Created() as created:
+        loss.backward()
+    return [output, *(part.grad for part in parts)], created.elements
+
+
+def slices(q, k, v, ends: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
+    """Return the attention of each document, computed on slices of the pack."""
+    outputs = []
+    for start, end in itertools.pairwise(ends.tolist()):
+        document = [x[None, start:end].transpose(1, 2) for x in (q, k, v)]
+        output = F.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def test_backward_pass_of_many_documents_creates_no_tensors_of_the_whole_pack_for_each():
+    """The results are bitwise those of slices, whose gradients are zeros outside the document."""
+    lengths = [5, 1, 12, 7, 9] * 20
+    tensors, elements = attention_of_documents(lengths, packed_attention.per_document)
+    expected, sliced_elements = attention_of_documents(lengths, slices)
+    assert all(map(torch.equal, tensors, expected))
+    pack = 3 * sum(lengths) * 2 * 8
+    assert elements < 10 * pack
+    assert sliced_elements > len(lengths) * pack
 
 
 def packed(*rows: list[int]) -> list[list[dict]]:
