@@ -200,7 +200,9 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device).fill
+    loader = weights.Loader(model, source, device, sharding.cpu_offload)
+    loader.pack = lora.pack  # optional: lora
+    init = loader.fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -213,7 +215,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
+            fully_shard(module, mesh=mesh, **options)
+        model.apply(init)  # each rank keeps its rows
         policies.set_prefetch(model)
     else:
         model = FSDP(

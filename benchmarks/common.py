@@ -35,6 +35,7 @@ import policies
 import summarization_dataset
 from core import ranks, weights
 from core.ranks import Batch
+from optional import lora
 
 Steps = Iterable[list[Batch]]  # the micro-batches of each step, of this rank
 Loop = Callable[[Callable[[], None]], None]  # a training loop that calls its argument after a step
@@ -151,12 +152,12 @@ class RandomWeights(weights.Loader):
 
     def __init__(self, model: PreTrainedModel, *options: Any) -> None:
         super().__init__(model, *options)
-        shapes = weights.whole_shapes(model)
-        parameters = model.named_parameters(remove_duplicate=False)
-        for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-            shape = shapes.get(name, tensor.shape)
-            dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
-            self.stored[weights.plain_name(name)] = shape, dtype
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self.stored[name] = tensor.shape, tensor.dtype
+        for path, module in model.named_modules():
+            if isinstance(module, lora.Linear4bit):  # its weight is packed
+                shape = torch.Size([module.out_features, module.in_features])
+                self.stored[f"{path}.weight"] = shape, torch.float32
         self.source = RandomTensors(self.stored)
 
 

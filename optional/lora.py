@@ -101,16 +101,32 @@ def add(
     # One value per tensor shows whether a resume has the same base model.
     values = sorted((name, x.flatten()[x.numel() // 2].item()) for name, x in source.items())
     base_digest = ranks.on_rank_zero(digest, values)[:8]
-    for name, parameter in model.named_parameters():
-        if source and ADAPTER in name:  # on rank 0; same initialization as peft
-            source[name] = torch.zeros(parameter.shape)
-            if ".lora_A." in name:
-                nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+    if source:  # on rank 0
+        fill_source(source, model)
     check_markers(model, source, tokenizer)
     flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
     flags += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
     model.adapters = config
     model.adapters_identity = f"{flags}, base {base_digest}"
+
+
+def fill_source(source: weights.Source, model: nn.Module) -> None:
+    """Give the tensors in rank 0's `source` the names that they have next to adapters, and add the
+    adapters' initial values, which are peft's."""
+    for name, parameter in model.named_parameters():
+        base_name = name.replace(".base_layer.", ".")
+        if base_name in source:
+            source[name] = source.pop(base_name)
+        elif ADAPTER in name:
+            source[name] = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+
+
+def pack(module: nn.Module, tensor: Tensor) -> Tensor:
+    """Return a whole tensor as a module stores it: the weight of a Linear4bit in 4 bits."""
+    is_packed = isinstance(module, Linear4bit) and tensor.ndim == 2  # not the bias
+    return module.quantize(tensor.float()) if is_packed else tensor
 
 
 def identity(model: nn.Module) -> dict[str, str]:
@@ -205,7 +221,6 @@ class Linear4bit(nn.Linear):
         self.dtype = dtype  # of the computation
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.weight.whole_shape = torch.Size([outputs, width])
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return a whole `weight`, floats [outputs, width], as bytes for `self.weight`; keep the

@@ -190,7 +190,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     (["--lora-rank", "2", "--lora-alpha", "9", "--lora-targets", "q_proj", "--no-load-in-4bit"],
      "--lora-rank 2 --lora-alpha 9 --lora-targets q_proj, base"),
     (["--model-name", "OTHER"], "--load-in-4bit, base"),
-    (["ALL WEIGHTS"], ", --lora-rank 4 --lora-alpha 8"),
+    (["ALL WEIGHTS"], "adapters is none, was --lora-rank 4 --lora-alpha 8"),
 ])  # fmt: skip
 def test_resume_rejects_changed_adapters_or_base(
     change, message, uninterrupted, flags, wide_llama, tmp_path, capfd
