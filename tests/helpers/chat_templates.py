@@ -66,6 +66,12 @@ ASKS_FOR_THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
 )
+# The generation prompt opens <think>, in which the last answer is, as with Nemotron Nano.
+OPENS_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ '<think>\n' if loop.last and m.role == 'assistant' }}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ '<assistant><think>\n' if add_generation_prompt }}"
+)
 # Tokens merge at the start of an answer, or at its end.
 MERGES = {
     "think": "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>\n\n"
