@@ -11,6 +11,7 @@ model in Transformers can be trained by its --model-name; for one of your own, r
 and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,14 @@ from core.chunked_loss import LossHead
 from core.export import add_stops, export_model
 from core.log import Log, mean_losses, open_directory, progress, write_results
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
-from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
+from core.steps import (
+    MicroBatches,
+    StepSampler,
+    items,
+    ordered_loader,
+    parameter_groups,
+    schedule,
+)
 from core.tables import digest
 
 MODEL = transformers.LlamaForCausalLM
@@ -211,7 +219,7 @@ def wrap_model(
         policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":
         model.apply(init)
-        model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
+        model = DDP(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
@@ -276,6 +284,7 @@ def train(
         collate_fn=MicroBatches(chat_dataset.collate, *micro),
         num_workers=optim.num_workers,
         worker_init_fn=ranks.block_stops,
+        timeout=run.timeout_minutes * 60 if optim.num_workers else 0,
         pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from dropout's
     )
@@ -295,9 +304,10 @@ def train(
     state.flags |= vars(args.adapters)  # optional: lora
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
+    snapshot = checkpoint.snapshot
     save = checkpoint.save
     save = checksums.with_sums(save)  # optional: checksums
-    save = async_save.in_background(save, args)  # optional: async_save
+    snapshot, save = async_save.in_background(snapshot, save, args)  # optional: async_save
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks
     if newest:
         checkpoint.load(newest, model, names, optimizers, state)
@@ -330,7 +340,8 @@ def train(
     is_saved = True
     sampler.start = start
     sampler.stop = total_steps
-    for step, batches in enumerate(progress(loader, "step", total_steps, start), start + 1):
+    batches_of_steps = progress(items(loader), "step", total_steps, start)
+    for step, batches in enumerate(batches_of_steps, start + 1):
         watchdog.restart(run.output_dir, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         targets = sum(batch["targets"] for batch in batches)
@@ -370,9 +381,8 @@ def train(
         scaler.update()
         state.step = step
         state.tokens += int(tokens)
-        if step == start + 1:  # from now on there is something to lose
-            dist.barrier(group=ranks.cpu_group)
-            stop.listen()
+        if step == start + 1:
+            stop.listen()  # from now on there is something to lose
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.
         if not (log_due or eval_due or save_due or is_stopping):
@@ -396,7 +406,7 @@ def train(
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
             state.scaler = scaler.state_dict()
             must_succeed = is_last or is_stopping or not is_saved
-            tensors = checkpoint.snapshot(model, names, optimizers, state)
+            tensors = snapshot(model, names, optimizers, state)
             is_saved = save(run, tensors, state, must_succeed)
             del tensors  # FSDP1's are copies
             if is_saved:
@@ -424,7 +434,12 @@ def evaluate(
     a rank was asked to stop, which a resume repeats. Call on all ranks."""
     try:
         results = validation(args, device, model, val_sets, stop)
-        is_best = results["loss"] < state.best_loss
+        loss = results["loss"]
+        if state.step == 0 and not math.isfinite(loss):
+            name = args.model.model_name
+            raise Problem(f"The loss of --model-name {name} is {loss} before training. Its weights "
+                          "are not finite, or too large for --precision.")  # fmt: skip
+        is_best = loss < state.best_loss
         if is_best and args.run.save_best:
             path = args.run.output_dir / "best"
             try:
@@ -435,7 +450,7 @@ def evaluate(
     except Stopped:
         return True
     if is_best:
-        state.best_loss = results["loss"]
+        state.best_loss = loss
         state.best_step = state.step
     state.eval_due = False
     log.write("val", **results)
@@ -458,8 +473,9 @@ def validation(
         for name, samples in val_sets.items():
             loader = ordered_loader(samples, args.optim.batch_size, chat_dataset.collate, device)
             total = torch.zeros(2, dtype=torch.float64, device=device)
-            for batch in progress(loader, f"validation on {name}", len(loader)):
-                stop.check()
+            for i, batch in enumerate(progress(loader, f"validation on {name}", len(loader))):
+                if i % 8 == 0:  # hosts wait for hosts
+                    stop.check()
                 total[0] += summed_loss(model, to_device(batch, device))
                 total[1] += batch["targets"]
             dist.all_reduce(total)

@@ -144,27 +144,34 @@ def snapshot(
     model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
 ) -> dict[str, Any]:
     """Return nested dicts of the tensors to save: the `names` of a model's tensors, the moments of
-    its optimizers, and random states. Some are the tensors that are trained. Raise Problem if the
-    optimizers have values that a checkpoint would not contain."""
+    its optimizers, and random states. Under FSDP1 they are copies in host memory, else the tensors
+    that are trained. Raise Problem if an optimizer has values that would not be saved."""
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
-    del moments["param_groups"]  # settings, which a resume takes from its flags
-    are_tensors = all(isinstance(x, Tensor) for x in pytree.tree_leaves(moments))
+    del moments["param_groups"]  # settings: a resume takes them from its flags
+    are_tensors = all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments))
     if settings(optimizers) != state.settings or not are_tensors:
         raise Problem("Only tensors in `state` are saved, not changed param_groups or others.")
-    return {"model": model_weights(model, names), "optimizer": moments} | _random_states()
+    tensors = {"model": model_weights(model, names), "optimizer": moments}
+    return tensors | extra_state("random", _random_states())
 
 
 def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return tensors to save, or to `read`, besides a snapshot. DTensors are sharded; others belong
     to one rank, so their keys name it, and a resume needs as many."""
     rank = f" of rank {dist.get_rank()} of {dist.get_world_size()}"
-    keys = [key if isinstance(x, DTensor) else key + rank for key, x in tensors.items()]
-    return {name: dict(zip(keys, tensors.values(), strict=True))}
+    by_key = {}
+    for key, tensor in tensors.items():
+        by_key[key if isinstance(tensor, DTensor) else key + rank] = tensor
+    return {name: by_key}
+
+
+def _no_sums(_: Path) -> dict[str, int]:
+    return {}
 
 
 def save(
     run: Run, tensors: dict[str, Any], state: State, must_succeed: bool = True,
-    file_sums: Callable[[Path], dict[str, int]] | None = None,
+    file_sums: Callable[[Path], dict[str, Any]] = _no_sums,
     group: dist.ProcessGroup | None = None,
 ) -> bool:  # fmt: skip
     """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, and write the
@@ -177,25 +184,30 @@ def save(
     copy_ahead = 0 if group else 10_000_000  # bytes; 0, or a thread would wait for the training
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=copy_ahead)
     group = group or ranks.cpu_group
-    sums: list[dict[str, int]] = []
     try:
-        on_rank_zero(shutil.rmtree, path, True, group=group)  # left by a save that was interrupted
+        on_rank_zero(_clear, path, group=group)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         if run.checkpoint_type == "full":
             on_rank_zero(_write_full, path, group=group)
-        if file_sums is not None:
-            sums = on_every_rank(file_sums, path, group=group)
+        sums = on_every_rank(file_sums, path, group=group)
         on_rank_zero(_finish, run, path, state, sums, group=group)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk
-        reason = str(error).strip().splitlines()[-1]
+        *_, reason = (str(error).strip() or repr(error)).splitlines()
         problem = f"{path} could not be saved ({reason}). Is the disk full?"
         if must_succeed:
             raise OSError(problem) from None
         print0(f"{problem} The next save tries again.")
         return False
     return True
+
+
+def _clear(path: Path) -> None:
+    """Delete what a save that was interrupted has left. Rank 0 only."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file():
+        path.unlink()
 
 
 def _write_full(path: Path) -> None:
@@ -207,12 +219,14 @@ def _write_full(path: Path) -> None:
         os.fsync(file)
 
 
-def _finish(run: Run, path: Path, state: State, sums: list[dict[str, int]]) -> None:
+def _finish(run: Run, path: Path, state: State, sums: list[dict[str, Any]]) -> None:
     """Complete a checkpoint, delete old ones and write the status. Rank 0 only."""
     values = dict(vars(state))
     values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
-    values["processes"] = dist.get_world_size()
-    values["sums"] = {name: crc for of_rank in sums for name, crc in of_rank.items()}
+    values["processes"] = len(sums)
+    values["sums"] = {}
+    for of_rank in sums:
+        values["sums"] |= of_rank
     temporary = path / f"{STATE}.tmp"
     temporary.write_text(json.dumps(values, indent=1, default=str))
     temporary.rename(path / STATE)
@@ -235,30 +249,40 @@ def write_status(directory: Path, word: str) -> None:
             (directory / "status").write_text(f"{word}\nsaved step {step}\n")
 
 
+def is_complete(path: Path) -> bool:
+    """Return whether a checkpoint has all its files and values. Rank 0 only."""
+    try:
+        values = read_state(path)
+        sizes = {name: (path / name).stat().st_size for name in values["files"]}
+        has_files = ".metadata" in sizes and sizes == values["files"]
+        for name, default in vars(State({}, {}, [])).items():
+            if not isinstance(values[name], type(default)):
+                return False
+        return has_files and path.name == f"step-{values['step']:08d}" and values["processes"] > 0
+    except Exception:  # text that is not JSON, or JSON of another form, raises many types
+        return False
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in `directory`, oldest first. Rank 0 only."""
-    complete = []
-    for path in sorted(directory.glob(NAMES)):
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
-            files = read_state(path)["files"].items()
-            if all((path / name).stat().st_size == size for name, size in files):
-                complete.append(path)
-    return complete
+    return [path for path in sorted(directory.glob(NAMES)) if is_complete(path)]
 
 
 def find_newest(output: Path) -> Path | None:
     """Return the newest complete checkpoint of the run in `output`, or None if none was completed.
     Rank 0 only. Raise Problem if there was one, also by `status`: the run must not start over."""
     directory = output / "checkpoints"
-    complete = complete_checkpoints(directory)
-    for path in {*directory.glob(NAMES)}.difference(complete):
-        print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
-    if complete:
-        return complete[-1]
-    status = (output / "status").read_text()
-    if re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}")):
+    newest = None
+    for path in sorted(directory.glob(NAMES)):
+        if is_complete(path):
+            newest = path
+        else:
+            print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
+    status = (output / "status").read_text(errors="replace")
+    had_one = re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}"))
+    if had_one and newest is None:
         raise Problem(f"No checkpoint in {directory} is intact. Pass another --output-dir.")
-    return None
+    return newest
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:
@@ -333,11 +357,10 @@ def load_random_states(path: Path, saved: dict[str, Any]) -> None:
         print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
         return
     states = _random_states()
-    read(path, states)
-    cpu, *device = states["random"].values()
-    torch.set_rng_state(cpu)
-    if device:
-        torch.get_device_module().set_rng_state(*device)
+    read(path, extra_state("random", states))
+    torch.set_rng_state(states["cpu"])
+    if "device" in states:
+        torch.get_device_module().set_rng_state(states["device"])
 
 
 def model_weights(model: nn.Module, names: set[str]) -> dict[str, Tensor]:
@@ -353,12 +376,12 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
-def _random_states() -> dict[str, dict[str, Tensor]]:
+def _random_states() -> dict[str, Tensor]:
     """Return the states of this rank's random generators, which dropout draws from."""
     states = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
         states["device"] = torch.get_device_module().get_rng_state()
-    return extra_state("random", states)
+    return states
 
 
 def read(path: Path, tensors: dict[str, Any]) -> None:

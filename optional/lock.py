@@ -32,7 +32,7 @@ def _hold(directory: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         owner = os.read(file, 1000).decode(errors="replace") or "another run"
-        problem = f"--output-dir {directory} is in use by {owner}. Pass another or delete its lock."
+        problem = f"--output-dir {directory} is in use by {owner}. End it first, or pass another."
         raise Problem(problem) from None
     except OSError as error:
         print0(f"{directory} has no locks ({error.strerror}): start one run at a time in it.")

@@ -3,7 +3,9 @@ resumes with other strategies and world sizes, and damaged files."""
 
 import json
 import os
+import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -110,7 +112,7 @@ def saved(process_group: None, tmp_path: Path) -> Path:
         path.mkdir(parents=True)
         for name in FILES:
             (path / name).write_bytes(bytes([step, *range(200)]))
-        sums = [{name: checksums.crc(path / name) for name in FILES}]
+        sums = [{name: checksums.crcs(path / name) for name in FILES}]
         checkpoint._finish(Run(tmp_path), path, checkpoint.State({}, {}, [], step=step), sums)
     return directory
 
@@ -128,6 +130,76 @@ def test_damaged_checkpoint_is_skipped(name, damage, saved, capsys):
     (older / name).write_bytes(DAMAGE[damage](old, new))
     with pytest.raises(Problem, match="No checkpoint in .* is intact"):
         checksums.find_intact(saved)
+
+
+def changed(values: dict, **more: object) -> str:
+    """Return the text of a train_state.json with other values; None deletes one."""
+    values = values | more
+    return json.dumps({name: x for name, x in values.items() if x is not None})
+
+
+ODD = {  # texts of train_state.json, from its values
+    "list": lambda values: json.dumps([values]),
+    "number": lambda _: "3",
+    "null": lambda _: "null",
+    "nested": lambda _: "[" * 100_000,
+    "empty": lambda _: "{}",
+    "not UTF-8": lambda _: b"\xff",
+    "no step": lambda values: changed(values, step=None),
+    "step of another": lambda values: changed(values, step=3),
+    "step as text": lambda values: changed(values, step="4"),
+    "no identity": lambda values: changed(values, identity=None),
+    "identity as list": lambda values: changed(values, identity=[]),
+    "no processes": lambda values: changed(values, processes=None),
+    "no tokens": lambda values: changed(values, tokens=None),
+    "no files": lambda values: changed(values, files={}),
+    "files as list": lambda values: changed(values, files=list(values["files"])),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_checkpoint_with_odd_values_is_skipped_with_its_name(odd, saved, capsys):
+    path = saved / "step-00000004" / checkpoint.STATE
+    (saved.parent / "status").touch()
+    assert checkpoint.find_newest(saved.parent) == path.parent
+    text = ODD[odd](json.loads(path.read_text()))
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert checkpoint.find_newest(saved.parent) == saved / "step-00000002"
+    assert f"{path.parent} is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "directory in place of its state"])
+def test_other_files_with_names_of_checkpoints_are_skipped(kind, saved, capsys):
+    """A save of that step replaces a file."""
+    path = saved / "step-00000006"
+    if kind == "file":
+        path.touch()
+    elif kind == "link to nothing":
+        path.symlink_to(saved / "nothing")
+    else:
+        (path / checkpoint.STATE).mkdir(parents=True)
+    (saved.parent / "status").write_bytes(b"\xff")
+    assert checkpoint.find_newest(saved.parent) == saved / "step-00000004"
+    assert f"{path} is damaged" in capsys.readouterr().out
+    if kind == "file":
+        state = checkpoint.State({}, {}, [], step=6)
+        assert checkpoint.save(Run(saved.parent), {"x": torch.zeros(1)}, state)
+        assert checkpoint.find_newest(saved.parent) == path
+
+
+def test_failed_save_without_a_reason_is_reported(process_group, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.dcp, "save", mock.Mock(side_effect=OSError()))
+    with pytest.raises(OSError, match=r"could not be saved \(OSError\(\)\). Is the disk full"):
+        checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, {}, [], step=6))
+
+
+def test_large_files_have_a_sum_for_each_block(tmp_path, monkeypatch):
+    content = os.urandom(1000)
+    (tmp_path / "file").write_bytes(content)
+    assert checksums.crcs(tmp_path / "file") == [zlib.crc32(content)]
+    monkeypatch.setattr(checksums, "BLOCK", 400)
+    expected = [zlib.crc32(content[i : i + 400]) for i in (0, 400, 800)]
+    assert checksums.crcs(tmp_path / "file") == expected
 
 
 def test_checkpoint_without_checksums_counts_as_intact(saved):

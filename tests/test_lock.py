@@ -36,9 +36,9 @@ def test_lock_is_refused_while_its_process_lives(process_group, tmp_path):
     command = [sys.executable, "-c", HOLDER, tmp_path / "run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
-    who = re.escape(f"in use by process {process.pid} on {socket.gethostname()}. Pass another")
+    who = re.escape(f"in use by process {process.pid} on {socket.gethostname()}. End it first")
     for _ in range(2):
-        with pytest.raises(Problem, match=f"{who} or delete its lock"):
+        with pytest.raises(Problem, match=f"{who}, or pass another"):
             lock.hold(tmp_path / "run")
     process.kill()
     process.wait()

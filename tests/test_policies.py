@@ -219,12 +219,14 @@ for line in (ROOT / "docs/fsdp1-or-2.md").read_text().splitlines():
         feature, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         ROWS[feature] = cells
 ACCUMULATE = ["--gradient-accumulation-steps", "2"]
+OFFLOAD = ["--cpu-offload", "--accumulate-no-sync"]
 RULES = {  # script, processes and flags of each row that is a rule
     "LoRA and QLoRA": (llama_fsdp, 2, ["--lora-rank", "4"]),
     "`--strategy ddp`": (gpt2_fsdp, 2, ["--strategy", "ddp"]),
     "size-based wrapping (`gpt2_fsdp.py`)": (gpt2_fsdp, 2, ["--wrap", "size:1000"]),
     "`--optimizer paged_adamw_32bit`": (llama_fsdp, 2, ["--optimizer", "paged_adamw_32bit"]),
     "`--cpu-offload` on one GPU": (gpt2_fsdp, 1, ["--cpu-offload"]),
+    "`--cpu-offload --precision fp16`": (gpt2_fsdp, 2, [*OFFLOAD, "--precision", "fp16"]),
     "`--cpu-offload` with gradient accumulation": (gpt2_fsdp, 2, ["--cpu-offload", *ACCUMULATE]),
 }
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -25,9 +26,10 @@ from conftest import (
     wait_until,
 )
 from in_process import start
+from safetensors.torch import load_file, save_file
 
 import gpt2_fsdp
-from core import export
+from core import export, ranks
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +296,29 @@ def test_evaluation_rejects_models_that_the_run_has_not_trained(
     with mock.patch.object(gpt2_fsdp.checks, "check_model") as check:
         assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
     check.assert_called_once()
+
+
+def test_weights_that_are_not_finite_end_the_run_before_training(
+    flags, gpt2_directory, tmp_path, capfd
+):
+    model = Path(shutil.copytree(gpt2_directory, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert run([*flags, "--model-name", str(model)], tmp_path / "run") == 1
+    error = capfd.readouterr().err
+    assert f"The loss of --model-name {model} is nan before training. Its weights are" in error
+
+
+def test_background_save_ends_before_a_process_that_has_failed(monkeypatch):
+    events = []
+    thread = threading.Thread(
+        target=lambda: (time.sleep(0.5), events.append("saved")), name=f"{ranks.SAVE_THREAD}_0"
+    )
+    thread.start()
+    monkeypatch.setattr(os, "_exit", lambda code: events.append(code))
+    ranks.end(1)
+    assert events == ["saved", 1]
 
 
 def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_path):

@@ -213,6 +213,41 @@ def test_job_without_gpus_does_not_train_on_cpus(cluster, tmp_path):
     assert line.startswith("error: Slurm gave this job no GPU. Pass --gpus-per-node=8")
 
 
+SHIMS = {  # in place of Slurm's commands, for launch.slurm's own logic
+    "scontrol": 'if [[ $1 == show ]]; then echo localhost; else echo "$*" >> calls; fi',
+    "srun": 'printf "$STATUS" > run/status; exit 1',  # a run that a signal stopped
+}
+
+
+@pytest.mark.parametrize("words", [["--output-dir", "run"], ["--output_dir", "run"],
+                                   ["--output-dir=run"], ["--output_dir=run"]])  # fmt: skip
+@pytest.mark.parametrize("before, requeue, status, is_requeued", [
+    ("", "", r"stopped\nsaved step 10\n", True),
+    ("", "", r"stopped\r\nsaved step 10\r\n", True),
+    ("", "7 10 1\r\n", r"stopped\nsaved step 20\n", True),
+    ("", "7 10 1", r"stopped\nsaved step 10\n", False),  # the second start that saved nothing
+    ("saved step PATH[$(touch ran)]", "", r"stopped\nsaved step 10\n", True),
+    ("", "7 PATH[$(touch ran)] PATH[$(touch ran)]", r"stopped\nsaved step 08\n", True),
+    ("", "7 08 09", r"stopped\nsaved step PATH[$(touch ran)]\n", True),
+    ("", "", r"PATH[$(touch ran)]\nsaved step 10\n", False),
+])  # fmt: skip
+def test_only_numbers_are_taken_from_files(words, before, requeue, status, is_requeued, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "run").mkdir()
+    for name, text in SHIMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "run/status").write_text(f"stopped\n{before}\n")
+    (tmp_path / "run/requeue").write_text(requeue)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1",
+                 "SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "x", "CUDA_VISIBLE_DEVICES": "",
+                 "STATUS": status, "PATH": f"{tmp_path / 'bin'}:{PATH}"}  # fmt: skip
+    command = ["bash", LAUNCH, "gpt2_fsdp.py", *words]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True)
+    assert (tmp_path / "calls").exists() == is_requeued
+    assert not (tmp_path / "ran").exists()
+
+
 def test_sbatch_options_precede_all_commands():
     """sbatch ignores options after the first command, and "# SBATCH" with a space."""
     first, *lines = LAUNCH.read_text().splitlines()

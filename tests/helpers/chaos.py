@@ -51,6 +51,8 @@ SIGNALS = {  # the slice selects receivers from [torchrun, *ranks]
     "SIGTERM torchrun": (signal.SIGTERM, slice(0, 1)),
     "SIGTERM rank 1": (signal.SIGTERM, slice(2, 3)),
     "SIGINT all": (signal.SIGINT, slice(0, None)),
+    "SIGHUP torchrun": (signal.SIGHUP, slice(0, 1)),
+    "SIGQUIT rank 0": (signal.SIGQUIT, slice(1, 2)),
     "SIGUSR1 torchrun": (signal.SIGUSR1, slice(0, 1)),
 }
 PAUSE_SECONDS = 0.5  # how long a rank sleeps at the start of the phase
@@ -70,7 +72,7 @@ def start(launch: Launch, phase: str, output: Path) -> subprocess.Popen:
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
-    torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     worker = [ROOT / "tests/workers/phases.py", script.removesuffix(".py"), phase, PAUSE_SECONDS]
     command = [*torchrun, *map(str, worker), *SHARED, *LENGTHS[script], *launch.flags]
     command += ["--output-dir", str(output)]
@@ -162,7 +164,7 @@ def check(outcome: dict) -> None:
     assert outcome["seconds"] < 30, outcome
     if outcome["phase"] == "export" and outcome["status"] == "finished":  # before the fault
         assert set(outcome["exit codes"]) == {"0"}, outcome
-    elif outcome["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
+    elif not outcome["fault"].startswith(("SIGKILL rank", "SIGKILL all")):
         assert outcome["lost steps"] == 0, outcome
         if outcome["phase"] in ("step", "validation", "save") and outcome["steps"] > 0:
             assert outcome["status"] == "stopped", outcome
