@@ -66,6 +66,12 @@ class Run:
     timeout_minutes: Positive = 30.0
     """limit for a collective or download"""
 
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if --output-dir is a file."""
+        if os.path.isfile(self.output_dir):
+            return [f"--output-dir {self.output_dir} is a file. Pass a directory."]
+        return []
+
 
 @dataclass
 class Optim:
