@@ -299,9 +299,8 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, args)
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler)
     state.identity |= ranks.compare_ranks(more_identity(model, tokenizer))
-    state.flags |= vars(args.adapters)  # optional: lora
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     snapshot = checkpoint.snapshot

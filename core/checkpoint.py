@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import zlib
@@ -41,7 +40,7 @@ NAMES = "step-" + 8 * "[0-9]"  # of checkpoints
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # What a resume takes from its own start, or needs no more.
-OF_START = ("identity", "flags", "settings", "files", "processes", "sums")
+OF_START = ("identity", "settings", "files", "processes", "sums")
 
 
 @dataclass
@@ -50,7 +49,6 @@ class State:
     run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
 
     identity: dict[str, Any]  # must stay the same in a resume
-    flags: dict[str, Any]  # a resume prints which have changed
     settings: list[dict[str, str]]  # of the optimizers
     step: int = 0  # optimizer steps done
     tokens: int = 0  # of all steps and ranks, without padding
@@ -71,7 +69,7 @@ class State:
 
 def new_state(
     script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
-    optimizers: list[Optimizer], sampler: StepSampler, args: Any,
+    optimizers: list[Optimizer], sampler: StepSampler,
 ) -> State:  # fmt: skip
     """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping.
     Raise Problem if the identity differs between ranks."""
@@ -83,15 +81,14 @@ def new_state(
         "global batch": sampler.global_batch,
         "--seed": sampler.seed,
     }
-    flags = vars(args.model) | vars(args.optim)
-    return State(ranks.compare_ranks(identity), flags, settings(optimizers))
+    return State(ranks.compare_ranks(identity), settings(optimizers))
 
 
 def fingerprint(samples: Any) -> str:
     """Return the length of a data set and a CRC of at most 256 of its samples. Any rank."""
     step = len(samples) // 256 + 1
     some = [samples[i] for i in range(0, len(samples), step)]
-    text = json.dumps(some, default=lambda value: getattr(value, "tolist", value.__repr__)())
+    text = json.dumps(some, default=str)
     return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
 
 
@@ -126,9 +123,8 @@ def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
             differences.append(f"{name} is {value}, was {was.get(name)}")
     if differences:
         raise Problem(f"{path} was saved by a different run: {'; '.join(differences)}. Pass its "
-                      f"model ({saved['flags'].get('model_name')}), data, flags and "
-                      f"--global-batch-size {was['global batch']}, or another "
-                      "--output-dir.")  # fmt: skip
+                      f"model, data, flags and --global-batch-size {was['global batch']}, or "
+                      "another --output-dir.")  # fmt: skip
     return saved
 
 
@@ -215,8 +211,6 @@ def _write_full(path: Path) -> None:
         dcp_to_torch_save(path, path / "full.pt")
     except RuntimeError as error:  # torch.save's on a full disk
         raise OSError(str(error)) from None
-    with (path / "full.pt").open() as file:
-        os.fsync(file)
 
 
 def _finish(run: Run, path: Path, state: State, sums: list[dict[str, Any]]) -> None:
@@ -244,7 +238,7 @@ def write_status(directory: Path, word: str) -> None:
     the second line the step of the newest checkpoint. Any rank; rank 0 writes."""
     if dist.get_rank() == 0:
         saved = sorted(directory.glob(f"checkpoints/{NAMES}/{STATE}"))
-        step = int(saved[-1].parent.name.removeprefix("step-")) if saved else 0
+        step = int(saved[-1].parent.name[5:]) if saved else 0
         with contextlib.suppress(OSError):  # do not hide the reason for the end
             (directory / "status").write_text(f"{word}\nsaved step {step}\n")
 
@@ -253,12 +247,12 @@ def is_complete(path: Path) -> bool:
     """Return whether a checkpoint has all its files and values. Rank 0 only."""
     try:
         values = read_state(path)
-        sizes = {name: (path / name).stat().st_size for name in values["files"]}
-        has_files = ".metadata" in sizes and sizes == values["files"]
-        for name, default in vars(State({}, {}, [])).items():
+        for name, default in vars(State({}, [])).items():
             if not isinstance(values[name], type(default)):
                 return False
-        return has_files and path.name == f"step-{values['step']:08d}" and values["processes"] > 0
+        sizes = {name: (path / name).stat().st_size for name in values["files"]}
+        is_whole = ".metadata" in sizes and sizes == values["files"] and values["processes"] > 0
+        return is_whole and path.name == f"step-{values['step']:08d}"
     except Exception:  # text that is not JSON, or JSON of another form, raises many types
         return False
 
@@ -289,7 +283,7 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
     """Delete all but the newest `keep` complete checkpoints up to `newest`. Rank 0 only. Later ones
     are damaged: otherwise the run would have resumed from them."""
     kept = [path for path in complete_checkpoints(directory) if path <= newest][-keep:]
-    for path in {*directory.glob(NAMES)}.difference(kept, [newest]):
+    for path in {*directory.glob(NAMES)}.difference(kept):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -299,7 +293,6 @@ def load(
     """Load a snapshot, and into `state` the values that were saved with it, except those of this
     start. Raise Problem if the identity was another: it is a different run."""
     saved = compare_runs(path, state.identity)
-    print_changes(saved["flags"], state.flags)
     print0(f"Resuming from {path}")
     load_weights(path, model, names)  # first, so that a state dict of both is never in memory
     load_moments(path, model, optimizers)
@@ -307,14 +300,6 @@ def load(
     for name, value in saved.items():
         if name not in OF_START:
             setattr(state, name, value)
-
-
-def print_changes(was: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Print the flags whose values differ from those in a checkpoint. Any rank."""
-    for name, old in was.items():
-        new = flags.get(name)
-        if json.dumps(new) != json.dumps(old):  # JSON has no tuples
-            print0(f"--{name.replace('_', '-')} is {new}, was {old}.")
 
 
 def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
@@ -329,10 +314,9 @@ def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
 def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the states of a model's optimizers, but not their settings."""
     options = _options(model)
-    for optimizer in optimizers:
-        # With a gradient, as a forward pass leaves on offloaded parameters, DCP would create no
-        # moments to load into.
-        optimizer.zero_grad()
+    # With a gradient, as a forward pass leaves on offloaded parameters, DCP would create no moments
+    # to load into.
+    model.zero_grad()
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=options)
     for optimizer in optimizers:
         if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):

@@ -47,7 +47,7 @@ def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path, mo
     """The extra tensors need as many processes."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = checkpoint.State({"--seed": 0}, {}, checkpoint.settings([optimizer]), step=2)
+    state = checkpoint.State({"--seed": 0}, checkpoint.settings([optimizer]), step=2)
     mean, seven = torch.zeros(2), torch.full((2,), 7.0)
     tensors = checkpoint.snapshot(model, saved_names(model), [optimizer], state)
     tensors |= checkpoint.extra_state("mine", {"mean": seven})
@@ -113,7 +113,7 @@ def saved(process_group: None, tmp_path: Path) -> Path:
         for name in FILES:
             (path / name).write_bytes(bytes([step, *range(200)]))
         sums = [{name: checksums.crcs(path / name) for name in FILES}]
-        checkpoint._finish(Run(tmp_path), path, checkpoint.State({}, {}, [], step=step), sums)
+        checkpoint._finish(Run(tmp_path), path, checkpoint.State({}, [], step=step), sums)
     return directory
 
 
@@ -182,7 +182,7 @@ def test_other_files_with_names_of_checkpoints_are_skipped(kind, saved, capsys):
     assert checkpoint.find_newest(saved.parent) == saved / "step-00000004"
     assert f"{path} is damaged" in capsys.readouterr().out
     if kind == "file":
-        state = checkpoint.State({}, {}, [], step=6)
+        state = checkpoint.State({}, [], step=6)
         assert checkpoint.save(Run(saved.parent), {"x": torch.zeros(1)}, state)
         assert checkpoint.find_newest(saved.parent) == path
 
@@ -190,7 +190,7 @@ def test_other_files_with_names_of_checkpoints_are_skipped(kind, saved, capsys):
 def test_failed_save_without_a_reason_is_reported(process_group, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.dcp, "save", mock.Mock(side_effect=OSError()))
     with pytest.raises(OSError, match=r"could not be saved \(OSError\(\)\). Is the disk full"):
-        checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, {}, [], step=6))
+        checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, [], step=6))
 
 
 def test_large_files_have_a_sum_for_each_block(tmp_path, monkeypatch):
@@ -216,5 +216,5 @@ def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_p
     (tmp_path / "status").write_bytes(bytes(9))
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\0\0\n" + line.encode())
     log.open_directory(tmp_path)
-    log.Log(tmp_path, checkpoint.State({}, {}, [], step=2, eval_due=False), 9)
+    log.Log(tmp_path, checkpoint.State({}, [], step=2, eval_due=False), 9)
     assert metrics(tmp_path, "train") == [json.loads(line)]
