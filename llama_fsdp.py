@@ -339,8 +339,8 @@ def train(
     is_saved = True
     sampler.start = start
     sampler.stop = total_steps
-    batches_of_steps = progress(items(loader), "step", total_steps, start)
-    for step, batches in enumerate(batches_of_steps, start + 1):
+    steps = progress(items(loader), "step", total_steps, start)
+    for step, batches in enumerate(steps, start + 1):
         watchdog.restart(run.output_dir, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         targets = sum(batch["targets"] for batch in batches)
@@ -435,9 +435,8 @@ def evaluate(
         results = validation(args, device, model, val_sets, stop)
         loss = results["loss"]
         if state.step == 0 and not math.isfinite(loss):
-            name = args.model.model_name
-            raise Problem(f"The loss of --model-name {name} is {loss} before training. Its weights "
-                          "are not finite, or too large for --precision.")  # fmt: skip
+            raise Problem(f"The validation loss before training is {loss}. The weights of "
+                          "--model-name are not finite, or too large for --precision.")  # fmt: skip
         is_best = loss < state.best_loss
         if is_best and args.run.save_best:
             path = args.run.output_dir / "best"

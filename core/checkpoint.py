@@ -56,7 +56,7 @@ class State:
     best_loss: float = math.inf
     best_step: int = 0
     logged_step: int = 0  # of the last train line in metrics.jsonl
-    loss_sums: list[float] = field(default_factory=lambda: [0.0])  # by rank, since that line
+    loss_sums: list[float] = field(default_factory=list)  # by rank, since that line
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def own_loss_sum(self) -> float:
@@ -117,14 +117,13 @@ def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = read_state(path)
     was = saved["identity"]
-    differences = []
     for name, value in identity.items():
         if value != was.get(name):
-            differences.append(f"{name} is {value}, was {was.get(name)}")
-    if differences:
-        raise Problem(f"{path} was saved by a different run: {'; '.join(differences)}. Pass its "
-                      f"model, data, flags and --global-batch-size {was['global batch']}, or "
-                      "another --output-dir.")  # fmt: skip
+            raise Problem(
+                f"{path} was saved by a different run: {name} is {value}, was {was.get(name)}. "
+                f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
+                "or another --output-dir."
+            )
     return saved
 
 

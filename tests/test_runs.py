@@ -304,7 +304,7 @@ def test_weights_that_are_not_finite_end_the_run_before_training(
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     assert run([*flags, "--model-name", str(model)], tmp_path / "run") == 1
     error = capfd.readouterr().err
-    assert f"The loss of --model-name {model} is nan before training. Its weights are" in error
+    assert "loss before training is nan. The weights of --model-name are not finite" in error
 
 
 def test_background_save_ends_before_a_process_that_has_failed(monkeypatch):
