@@ -39,7 +39,7 @@ if not Path(DOCSTRINGS).exists():
 
 # `make test` runs these files, and these tests of other files. `make test-ci` runs the others.
 QUICK_FILES = {"test_args", "test_block_dataset", "test_chat_dataset", "test_layout",
-               "test_reading", "test_summarization_dataset", "test_weight"}  # fmt: skip
+               "test_data", "test_summarization_dataset", "test_weight"}  # fmt: skip
 QUICK_TESTS = {
     "test_memory_estimator": ["test_verdict_contains_a_command_that_the_script_accepts"],
     "test_parity": ["test_ten_steps_equal_plain_pytorch"],
