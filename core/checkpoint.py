@@ -265,17 +265,15 @@ def find_newest(output: Path) -> Path | None:
     """Return the newest complete checkpoint of the run in `output`, or None if none was completed.
     Rank 0 only. Raise Problem if there was one, also by `status`: the run must not start over."""
     directory = output / "checkpoints"
-    newest = None
-    for path in sorted(directory.glob(NAMES)):
-        if is_complete(path):
-            newest = path
-        else:
-            print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
+    complete = complete_checkpoints(directory)
+    for path in {*directory.glob(NAMES)}.difference(complete):
+        print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
+    if complete:
+        return complete[-1]
     status = (output / "status").read_text(errors="replace")
-    had_one = re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}"))
-    if had_one and newest is None:
+    if re.search("saved step [1-9]", status) or any(directory.glob(f"{NAMES}/{STATE}")):
         raise Problem(f"No checkpoint in {directory} is intact. Pass another --output-dir.")
-    return newest
+    return None
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:

@@ -37,9 +37,10 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
     if phase in steps:
         before_each_step(script, lambda step: pause() if step - 1 in steps[phase] else None)
     elif phase in validations:
-        before(script, "evaluate", lambda *args: args[6].step in validations[phase])
+        before(script, "evaluate", lambda *args: args[5].step in validations[phase])
     elif phase == "export":
-        before(script, "export_model", lambda *args: args[2].name == "final")
+        name = "export" if hasattr(script, "export") else "export_model"
+        before(script, name, lambda *args: args[2].name == "final")
     elif phase == "load":
         before(script, "load_model", lambda *_: True)
     elif phase == "tokenisation":
