@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     ByT5Tokenizer,
     GPT2Config,
@@ -36,6 +39,7 @@ import summarization_dataset
 from core import ranks, weights
 from core.ranks import Batch
 from optional import lora
+from tools import memory_estimator
 
 Steps = Iterable[list[Batch]]  # the micro-batches of each step, of this rank
 Loop = Callable[[Callable[[], None]], None]  # a training loop that calls its argument after a step
@@ -54,6 +58,11 @@ LLAMAS = {  # width, feed-forward width, layers, heads, key-value heads, vocabul
     "98M": (768, 2048, 12, 12, 12, 8192),
     "254M": (1024, 2816, 16, 16, 16, 16_384),
     "1.1B": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's
+}
+LENGTH = {  # the flag for tokens in a sequence of each script
+    "T5_training": "--source-length",
+    "gpt2_fsdp": "--block-size",
+    "llama_fsdp": "--max-seq-length",
 }
 NO_DATA = [{"input_ids": [0]}] * 4096  # for `train`, if its `steps` do not use the loader
 ENDLESS = ["--max-steps", "1000000", "--save-every", "0"]
@@ -115,6 +124,54 @@ def _own_steps(items: Steps, *_: Any) -> Steps:
     """Stand in for the script's `progress`, through which its loop gets all steps."""
     yield from _here.steps(items)
     raise StepsDone
+
+
+def setup_first_rank(world_size: int) -> torch.device:
+    """Join torch's fake process group as rank 0 of `world_size`, in nodes of 8; return the device.
+    Call this before a script's arguments are parsed."""
+    node = math.gcd(world_size, 8)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
+                   "LOCAL_WORLD_SIZE": str(node)}  # fmt: skip
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    ranks.cpu_group = None
+    if torch.__version__ < (2, 13):
+        dist.reduce_scatter_tensor = keep_own_part
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(accelerator.type, 0) if accelerator else torch.device("cpu")
+
+
+def keep_own_part(output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:
+    """Write the first part of a reduce-scatter's input, as torch 2.13's fake group does. That of
+    2.11 leaves the output uninitialized, and AdamW skips a step with a NaN."""
+    output.copy_(input.flatten()[: output.numel()].view_as(output))
+
+
+def ddp_without_communication(*args: Any, **options: Any) -> DDP:
+    """Return DistributedDataParallel that keeps this rank's gradients, because its own all-reduce
+    fails in a fake process group."""
+    model = DDP(*args, **options)
+    model.register_comm_hook(None, own_gradients)
+    return model
+
+
+def own_gradients(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return a bucket as it is: a communication hook of DistributedDataParallel."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def limit_memory(device: torch.device, gigabytes: float) -> None:
+    """Limit this process's memory on a GPU (0: no limit)."""
+    if device.type == "cuda" and gigabytes:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total)
+
+
+def write_config(name: str, directory: str | Path) -> None:
+    """Write the config of a built-in name of the estimator, and a byte tokenizer."""
+    memory_estimator.load_config(name).save_pretrained(directory)
+    ByT5Tokenizer().save_pretrained(directory)
 
 
 def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:

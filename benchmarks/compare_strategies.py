@@ -25,6 +25,7 @@ from common import (
     Held,
     Steps,
     environment_for,
+    limit_memory,
     parse,
     random_batch,
     train,
@@ -62,9 +63,7 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
     common = ["--model-name", directory, "--output-dir", f"{directory}/run", *ENDLESS]
     args = parse(gpt2_fsdp, *common, *flags)
     device = ranks.setup(args.run.timeout_minutes)
-    if device.type == "cuda" and options.memory_limit_gb:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
+    limit_memory(device, options.memory_limit_gb)
     seconds: list[float] = []
 
     def steps(_: Steps) -> Steps:

@@ -17,15 +17,23 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from common import ENDLESS, Held, Steps, launch, parse, random_batch, train, use_random_weights
-from transformers import ByT5Tokenizer
+from common import (
+    ENDLESS,
+    LENGTH,
+    Held,
+    Steps,
+    launch,
+    parse,
+    random_batch,
+    train,
+    use_random_weights,
+    write_config,
+)
 
 from core import ranks
 from tools import memory_estimator
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-LENGTH = {"gpt2_fsdp": "--block-size", "llama_fsdp": "--max-seq-length"}
-LENGTH["T5_training"] = "--source-length"
 
 
 def worker(script_name: str, flags: list[str]) -> None:
@@ -70,8 +78,7 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     choice = (strategy, False, recompute, "adamw")
     expected = memory_estimator.estimate(model, args, *choice)
     with tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        ByT5Tokenizer().save_pretrained(directory)
+        write_config(name, directory)
         flags = ["--model-name", directory, "--precision", precision, "--strategy", strategy,
                  LENGTH[script], str(args.seq_length), "--output-dir", f"{directory}/run",
                  *common]  # fmt: skip

@@ -4,7 +4,7 @@
     python benchmarks/one_gpu.py --lora-rank 16                    # frozen weights in bf16, 20 GB
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to check that it runs
 
-The model has random fp32 weights, AdamW, activation checkpointing and sequences of one document.
+The model has random fp32 weights, AdamW and sequences of one document.
 MFU divides the FLOPs that the model needs by the datasheet's peak, and by the speed of a bf16
 matrix product measured in the same process. The two
 programs do not fit into memory together, so they run in separate launches that take turns. The
@@ -22,8 +22,18 @@ import warnings
 
 import torch
 import transformers
-from common import ENDLESS, Steps, launch, parse, random_batch, train, use_random_weights
-from transformers import ByT5Tokenizer, LlamaConfig
+from common import (
+    ENDLESS,
+    Steps,
+    launch,
+    limit_memory,
+    parse,
+    random_batch,
+    train,
+    use_random_weights,
+    write_config,
+)
+from transformers import LlamaConfig
 
 import llama_fsdp
 from core import ranks
@@ -76,8 +86,12 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     flags = ["--model-name", directory, "--attention", options.attention, "--max-seq-length",
              options.length, "--batch-size", options.batch_size, "--lora-rank", options.lora_rank,
              "--output-dir", f"{directory}/ours", *ENDLESS]  # fmt: skip
-    args = parse(llama_fsdp, *flags, *(["--compile"] if options.compile else []))
+    for name in ("compile", "load_in_4bit", "activation_checkpointing"):
+        prefix = "--" if getattr(options, name) else "--no-"
+        flags.append(prefix + name.replace("_", "-"))
+    args = parse(llama_fsdp, *flags)
     device = ranks.setup(args.run.timeout_minutes)
+    limit_memory(device, options.memory_limit_gb)
     seconds: list[float] = []
     gpu = device.type == "cuda"
     result = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
@@ -121,7 +135,8 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
     args = transformers.TrainingArguments(
         output_dir=f"{directory}/trainer", max_steps=options.steps + 2, report_to=[],
         per_device_train_batch_size=options.batch_size, save_strategy="no", disable_tqdm=True,
-        bf16=gpu, use_cpu=not gpu, gradient_checkpointing=True, logging_steps=25,
+        bf16=gpu, use_cpu=not gpu, logging_steps=25,
+        gradient_checkpointing=options.activation_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         optim="adamw_torch_fused" if gpu else "adamw_torch",
     )  # fmt: skip
@@ -153,6 +168,10 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="as in llama_fsdp.py")
     parser.add_argument("--compile", action="store_true", help="pass --compile to ours")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters (0: all weights)")
+    parser.add_argument("--load-in-4bit", action="store_true", help="frozen projections, of ours")
+    parser.add_argument("--activation-checkpointing", action=argparse.BooleanOptionalAction,
+        default=True, help="recompute the blocks")  # fmt: skip
+    parser.add_argument("--memory-limit-gb", type=float, default=0, help="for ours (0: no limit)")
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS))
     parser.add_argument("--steps", type=int, default=10, help="timed steps per launch")
     parser.add_argument("--turns", type=int, default=3, help="launches of each loop")
@@ -165,8 +184,7 @@ def main() -> None:
     print(f"{options.model}, {options.batch_size} x {options.length} tokens a step\n", flush=True)
     results: dict[str, list[dict]] = {loop: [] for loop in options.loops}
     with tempfile.TemporaryDirectory() as directory:
-        load(options.model).save_pretrained(directory)
-        ByT5Tokenizer().save_pretrained(directory)
+        write_config(options.model, directory)
         for _ in range(options.turns):
             for loop, launches in results.items():
                 launches.append(launch(1, __file__, *sys.argv[1:], "--worker", loop, directory))

@@ -3,6 +3,7 @@
     pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
     python benchmarks/side_by_side.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
     python benchmarks/side_by_side.py --preset gpu --processes 8
+    python benchmarks/side_by_side.py --before ../before --pairs 3    # a worktree of another commit
 
 - trl: SFTTrainer with packing and assistant_only_loss against llama_fsdp.py, on chats.
 - seq2seq: Seq2SeqTrainer, group_by_length and a padding collator against T5_training.py, on pairs.
@@ -15,6 +16,9 @@ DistributedDataParallel, so compare them with ours under ddp. CPU seconds are th
 vary less than wall time. A target is a predicted token that is not padding. The loss that a trainer
 reports for its first step is compared with that of the model alone, one sample at a time.
 
+`--before` measures whether a change of a step made it slower: launches of this program in another
+tree and in this one take turns, on the same rows and models, with all loops.
+
 Without `--tasks` (instructions of self-instruct) and `--articles` (`document` and `summary` in each
 line), the programs train on Python's docstrings.
 """
@@ -24,6 +28,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -389,6 +394,33 @@ def report(name: str, stats: dict) -> None:
               f"alone has {stats['plain']:.6f}", flush=True)  # fmt: skip
 
 
+def launch_pairs(options: argparse.Namespace, flags: list) -> list[tuple[dict, dict]]:
+    """Return the loops' results of `--before` and of this tree, launched in turn."""
+    old = Path(options.before, "benchmarks", Path(__file__).name)
+    pairs = []
+    for _ in range(options.pairs):
+        before = launch(options.processes, old, *flags)
+        now = launch(options.processes, Path(__file__), *flags)
+        pairs.append((before["rows"], now["rows"]))
+    return pairs
+
+
+def report_pairs(pairs: list[tuple[dict, dict]]) -> None:
+    """Print medians of targets/s, and the times of a step here relative to those before."""
+    print("\n| loop | targets/s before | now | s, now / before | CPU s, now / before | of pairs |")
+    print("|---|---|---|---|---|---|")
+    for loop in pairs[0][0]:
+        rows = [(before[loop], now[loop]) for before, now in pairs]
+        speeds = []
+        for tree in (0, 1):
+            values = [row[tree]["targets"] / row[tree]["seconds"] for row in rows]
+            speeds.append(f"{statistics.median(values):,.0f}")
+        seconds = statistics.median(now["seconds"] / before["seconds"] for before, now in rows)
+        ratios = sorted(now["cpu"] / before["cpu"] for before, now in rows)
+        print(f"| {loop} | {' | '.join(speeds)} | {seconds:.2f} | {statistics.median(ratios):.2f} "
+              f"| {ratios[0]:.2f} to {ratios[-1]:.2f} |", flush=True)  # fmt: skip
+
+
 def main() -> None:
     """Write the data and models, and print a table for each peer."""
     parser = argparse.ArgumentParser(
@@ -402,6 +434,8 @@ def main() -> None:
     parser.add_argument("--articles", type=Path, help="JSONL of document and summary")
     parser.add_argument("--rows", type=int, default=800, help="number of docstrings, if used")
     parser.add_argument("--epochs", type=int, default=3, help="timed epochs of our script")
+    parser.add_argument("--before", type=os.path.abspath, help="another tree to compare")
+    parser.add_argument("--pairs", type=int, default=3, help="launches of each of the two trees")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # a peer
     options = parser.parse_args()
     if options.worker:
@@ -417,7 +451,10 @@ def main() -> None:
                 print("\ntrl is not installed and is skipped.")
                 continue
             flags = ["--worker", name, "--preset", options.preset, "--epochs", options.epochs]
-            report(name, launch(options.processes, Path(__file__), *flags))
+            if options.before:
+                report_pairs(launch_pairs(options, flags))
+            else:
+                report(name, launch(options.processes, Path(__file__), *flags))
 
 
 if __name__ == "__main__":

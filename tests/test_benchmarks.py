@@ -45,6 +45,25 @@ def test_gpu_benchmarks_start_on_a_cpu(command, row):
     assert re.search(rf"^\| {row} \|", run(command), re.M)
 
 
+@pytest.mark.parametrize("flags", [
+    "--model tiny",
+    "--model tiny --fsdp 2 --lora-rank 4",
+    "--model tiny-gpt2 --strategy ddp",
+])  # fmt: skip
+def test_bytes_of_one_rank_of_many_equal_the_estimate(flags):
+    table = run(f"one_rank_of_many.py --ranks 8 --length 64 --steps 2 {flags}")
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", table, re.M)
+    assert [name for name, *_ in rows] == ["parameter", "gradient", "optimizer"]
+    for _, measured, _, ratio in rows:
+        assert float(measured) > 0
+        assert float(ratio) == pytest.approx(1, abs=0.01)
+
+
+def test_largest_batch_of_one_rank_of_many_is_searched():
+    flags = "--ranks 2 --model tiny-gpt2 --length 64 --largest-batch --max-batch-size 3"
+    assert "the largest batch that fits: 3\n" in run(f"one_rank_of_many.py {flags}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("peer, factor", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
 def test_peer_trainers_report_the_same_loss(peer, factor):
