@@ -51,7 +51,7 @@ from core.export import add_stops, export_model
 from core.log import Log, mean_losses, open_directory, progress, write_results
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
-    MicroBatches,
+    MicroBatchCollator,
     StepSampler,
     items,
     ordered_loader,
@@ -276,12 +276,11 @@ def train(
     optim = args.optim
     precision = args.sharding.precision
     world_size = dist.get_world_size()
-    micro = optim.batch_size, optim.gradient_accumulation_steps
-    sampler = StepSampler(len(train_set), *micro, optim.seed, hasattr(train_set, "set_epoch"))
+    sampler = StepSampler(len(train_set), optim, hasattr(train_set, "set_epoch"))
     loader = DataLoader(  # of steps: each item is a list of micro-batches
         train_set,
         batch_sampler=sampler,
-        collate_fn=MicroBatches(chat_dataset.collate, *micro),
+        collate_fn=MicroBatchCollator(chat_dataset.collate, optim),
         num_workers=optim.num_workers,
         worker_init_fn=ranks.block_stops,
         timeout=run.timeout_minutes * 60 if optim.num_workers else 0,

@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 import chat_dataset
 import llama_fsdp
 from core import ranks
-from core.steps import MicroBatches, StepSampler
+from core.steps import MicroBatchCollator, StepSampler
 
 OURS = {
     "ours-ddp": ["--strategy", "ddp"],
@@ -108,9 +108,9 @@ def new_optimizer(args: Any, model: nn.Module) -> Optimizer:
 
 def batches(args: Any, rows: list) -> Steps:
     """Return the loader of llama_fsdp.py for steps of one micro-batch."""
-    sampler = StepSampler(len(rows), args.optim.batch_size, 1, args.optim.seed)
+    sampler = StepSampler(len(rows), args.optim)
     sampler.stop = args.optim.max_steps
-    collate = MicroBatches(chat_dataset.collate, args.optim.batch_size, 1)
+    collate = MicroBatchCollator(chat_dataset.collate, args.optim)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
 
 

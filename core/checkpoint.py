@@ -40,7 +40,7 @@ NAMES = "step-" + 8 * "[0-9]"  # of checkpoints
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # What a resume takes from its own start, or needs no more.
-OF_START = ("identity", "settings", "files", "processes", "sums")
+OF_START = ("identity", "hyperparameters", "files", "processes", "sums")
 
 
 @dataclass
@@ -49,7 +49,7 @@ class State:
     run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
 
     identity: dict[str, Any]  # must stay the same in a resume
-    settings: list[dict[str, str]]  # of the optimizers
+    hyperparameters: list[dict[str, str]]  # of the optimizers
     step: int = 0  # optimizer steps done
     tokens: int = 0  # of all steps and ranks, without padding
     eval_due: bool = True  # the first validation, or one that was interrupted
@@ -81,7 +81,7 @@ def new_state(
         "global batch": sampler.global_batch,
         "--seed": sampler.seed,
     }
-    return State(ranks.compare_ranks(identity), settings(optimizers))
+    return State(ranks.compare_ranks(identity), hyperparameters(optimizers))
 
 
 def fingerprint(samples: Any) -> str:
@@ -92,7 +92,7 @@ def fingerprint(samples: Any) -> str:
     return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
 
 
-def settings(optimizers: list[Optimizer]) -> list[dict[str, str]]:
+def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
     """Return the values in the param_groups of optimizers, except the learning rate and parameters,
     as text. Checkpoints do not contain them. Any rank."""
     groups = []
@@ -144,7 +144,7 @@ def snapshot(
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
     are_tensors = all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments))
-    if settings(optimizers) != state.settings or not are_tensors:
+    if hyperparameters(optimizers) != state.hyperparameters or not are_tensors:
         raise Problem("Only tensors in `state` are saved, not changed param_groups or others.")
     tensors = {"model": model_weights(model, names), "optimizer": moments}
     return tensors | extra_state("random", _random_states())

@@ -47,7 +47,7 @@ def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path, mo
     """The extra tensors need as many processes."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = checkpoint.State({"--seed": 0}, checkpoint.settings([optimizer]), step=2)
+    state = checkpoint.State({"--seed": 0}, checkpoint.hyperparameters([optimizer]), step=2)
     mean, seven = torch.zeros(2), torch.full((2,), 7.0)
     tensors = checkpoint.snapshot(model, saved_names(model), [optimizer], state)
     tensors |= checkpoint.extra_state("mine", {"mean": seven})
