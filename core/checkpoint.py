@@ -160,13 +160,9 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
     return {name: by_key}
 
 
-def _no_sums(_: Path) -> dict[str, int]:
-    return {}
-
-
 def save(
     run: Run, tensors: dict[str, Any], state: State, must_succeed: bool = True,
-    file_sums: Callable[[Path], dict[str, Any]] = _no_sums,
+    file_sums: Callable[[Path], dict[str, Any]] = lambda _: {},
     group: dist.ProcessGroup | None = None,
 ) -> bool:  # fmt: skip
     """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, and write the

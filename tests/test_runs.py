@@ -307,6 +307,22 @@ def test_weights_that_are_not_finite_end_the_run_before_training(
     assert "loss before training is nan. The weights of --model-name are not finite" in error
 
 
+def test_validation_asks_for_a_stop_at_every_eighth_batch(flags, tmp_path, monkeypatch):
+    check = mock.Mock()
+    monkeypatch.setattr(ranks.StopRequest, "check", check)
+    data = ["--dataset", flags[1], "--val-dataset", flags[1], *flags[4:]]
+    assert run(data, tmp_path, "--batch-size", "1", "--max-steps", "1", "--no-save-best") == 0
+    assert check.call_count == 2 * 5  # two validations of 35 batches
+
+
+def test_ddp_does_not_broadcast_buffers(flags, tmp_path, monkeypatch):
+    """Nothing changes them."""
+    wrapped = mock.Mock(wraps=gpt2_fsdp.DDP)
+    monkeypatch.setattr(gpt2_fsdp, "DDP", wrapped)
+    assert run(flags, tmp_path, "--strategy", "ddp", "--max-steps", "1") == 0
+    assert wrapped.call_args.kwargs["forward_sync_buffers"] is False
+
+
 def test_background_save_ends_before_a_process_that_has_failed(monkeypatch):
     events = []
     thread = threading.Thread(
