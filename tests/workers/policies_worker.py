@@ -76,6 +76,7 @@ class Overflowing:
             return summed_loss(model, batch) * (float("inf") if is_bad else 1)
 
         with (
+            patched(startup_checks, check_model=lambda *_: None),  # it would refuse `loss`
             patched(policies, gradient_scaler=make),
             patched(self.script, progress=self.script.progress, summed_loss=loss),
         ):
