@@ -11,6 +11,12 @@ model in Transformers can be trained by its --model-name; for one of your own, r
 and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
+import os
+import sys
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("Importing PyTorch and Transformers ...", file=sys.stderr, flush=True)
+
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -394,7 +400,8 @@ def train(
         if log_due:
             dist.all_reduce(loss_sum)
             mean_loss = loss_sum / (step - state.logged_step)
-            log.write("train", loss=mean_loss, lr=lr, grad_norm=grad_norm)
+            values = {"epoch": step / epoch_steps, "loss": mean_loss, "lr": lr}
+            log.write("train", **values, grad_norm=grad_norm)
             loss_sum.zero_()
             state.logged_step = step
         state.eval_due = eval_due
@@ -437,6 +444,7 @@ def evaluate(
             raise Problem(f"The validation loss before training is {loss}. The weights of "
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         is_best = loss < state.best_loss
+        log.write("val", **results)
         if is_best and args.run.save_best:
             path = args.run.output_dir / "best"
             try:
@@ -450,7 +458,7 @@ def evaluate(
         state.best_loss = loss
         state.best_step = state.step
     state.eval_due = False
-    log.write("val", **results)
+    log.restart_clock()
     return False
 
 
