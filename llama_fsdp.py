@@ -42,7 +42,7 @@ import optional.checksums as checksums  # optional: checksums
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
-import optional.packed_attention as attention  # optional: packed_attention
+import optional.packed_attention as packed  # optional: packed_attention
 import optional.paged as paged  # optional: paged
 import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
 import optional.startup_checks as checks  # optional: startup_checks
@@ -98,15 +98,15 @@ export = lora.export_model  # optional: lora
 @dataclass
 class Args:
     model: Model = field(default_factory=lambda: Model("meta-llama/Llama-2-7b-hf"))
-    kernel: attention.Kernel = field(default_factory=attention.Kernel)  # optional: packed_attention
+    attention: packed.Kernel = field(default_factory=packed.Kernel)  # optional: packed_attention
     adapters: lora.Lora = field(default_factory=lora.Lora)  # optional: lora
     data: chat_dataset.Data = field(default_factory=chat_dataset.Data)
     optim: Optim = field(default_factory=lambda: replace(OPTIM))
-    paging: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
+    optimizer: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
-    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
-    track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
+    saving: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
+    tracking: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
 
 TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, num_val_samples=60))
@@ -195,7 +195,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
-    attention.set_kernel(args, config, kind)  # optional: packed_attention
+    packed.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
     add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
@@ -298,7 +298,7 @@ def train(
     factors = schedule(optim, total_steps, epoch_steps)  # of the learning rate, by step
     groups = parameter_groups(model, shapes, optim.weight_decay)
     optimizers = [torch.optim.AdamW(groups, lr=optim.lr, fused=True)]
-    optimizers = paged.replace(args.paging, optimizers)  # optional: paged
+    optimizers = paged.replace(args.optimizer, optimizers)  # optional: paged
     scaler = policies.gradient_scaler(model, device, precision, optimizers)  # only fp16 needs it
     autocast = policies.autocast(model, device, precision)  # only DDP needs it
 

@@ -3,7 +3,7 @@ arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
 import io
-import os
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,29 @@ Interval = Annotated[int | None, Range(0)]
 Positive = Annotated[float, Range(1e-12)]
 Fraction = Annotated[float, Range(0, 1)]
 Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # off by default
-Names = tuple[str, ...]
+# The default of a list in its help: tyro would write "(default: )" if it is empty.
+ListDefault = tyro.conf.arg(help_behavior_hint=lambda names: names and f"(default: {names})")
+Names = Annotated[tuple[str, ...], ListDefault]
+
+OTHER_NAMES = {  # flags of other programs, and what to pass here
+    "--bf16": "--precision bf16",
+    "--dataset-name": "--dataset",
+    "--eval-steps": "--eval-every",
+    "--fp16": "--precision fp16",
+    "--gradient-checkpointing": "--activation-checkpointing",
+    "--learning-rate": "--lr",
+    "--logging-steps": "--log-every",
+    "--lr-scheduler-type": "--lr-schedule",
+    "--model-name-or-path": "--model-name",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--per-device-eval-batch-size": "--batch-size",
+    "--per-device-train-batch-size": "--batch-size",
+    "--report-to": "--track",
+    "--resume-from-checkpoint": "the same command again: the run in --output-dir resumes",
+    "--save-steps": "--save-every",
+    "--save-total-limit": "--keep-checkpoints",
+}
 
 
 @dataclass
@@ -51,8 +73,7 @@ class Run:
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None
-    """validate every N steps, after each epoch and at the end; None: not every N steps; 0: only at
-    the end"""
+    """steps between validations, besides those of epochs; None: only those; 0: only at the end"""
     save_every: Size = 50
     """save a checkpoint every N steps, after each epoch and at the end; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
@@ -62,7 +83,7 @@ class Run:
     save_best: bool = True
     """export best/ after each validation with the lowest loss so far"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """of the weights in best/ and final/"""
+    """dtype of the weights in best/ and final/"""
     timeout_minutes: Positive = 30.0
     """limit for a collective or download"""
 
@@ -82,8 +103,7 @@ class Optim:
     gradient_accumulation_steps: Count = 1
     """micro-batches per step"""
     global_batch_size: Size = 0
-    """samples per step of all processes, in micro-batches of at most --batch-size; 0: use the two
-    flags above"""
+    """samples per step, in micro-batches of at most --batch-size; 0: by the two flags above"""
     accumulate_no_sync: Switch = False
     """communicate once per step; each process then holds the whole gradient"""
     num_workers: Size = 0
@@ -95,8 +115,7 @@ class Optim:
     lr: Annotated[float, Range(1e-12, 10)] = 3e-4
     """peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """after the warm-up, linear or cosine to 0, or constant; step: no warm-up, times --gamma after
-    each epoch"""
+    """after the warm-up, linear or cosine to 0; step: no warm-up, times --gamma per epoch"""
     gamma: Positive = 0.85
     """factor of --lr-schedule step"""
     warmup_ratio: Fraction = 0.03
@@ -104,41 +123,55 @@ class Optim:
     warmup_steps: Size = 0
     """steps of warm-up; 0: --warmup-ratio"""
     weight_decay: Annotated[float, Range(0)] = 0.01
-    """except for biases and norms"""
+    """AdamW's weight decay, except for biases and norms"""
     max_grad_norm: Positive = 1.0
     """clip gradients to this norm"""
     seed: Size = 0
-    """of weights, data order and dropout"""
+    """random seed of weights, data order and dropout"""
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:
     """Return the arguments of sys.argv, or exit with a message if they cannot be parsed. `tiny` are
     the defaults if `model.model_name` is tiny."""
-    description = "\n".join(docstring.split("\n\n")[:2])  # the first line and the commands
-    # --lr, not --optim.lr; no help from the comments that mark optional lines
-    config = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff
+    options = {
+        "description": "\n".join(docstring.split("\n\n")[:2]),  # the first line and the commands
+        # --lr, not --optim.lr; no help from the comments that mark optional lines
+        "config": (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+    }
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            args = tyro.cli(kind, description=description, config=config)
+            args = tyro.cli(kind, **options)
             if args.model.model_name == "tiny":
-                args = tyro.cli(kind, default=tiny, description=description, config=config)
+                args = tyro.cli(kind, default=tiny, **options)
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        text = message.getvalue()
-        for word in filter(os.path.isfile, sys.argv[1:]):
-            if f"Unrecognized options: {word}" in text:
-                text = f"{word} is not a flag. Pass data with --dataset {word}."
-        exit_with(text)
+        exit_with(advice(message.getvalue()))
     return args
+
+
+def advice(text: str) -> str:
+    """Return what to pass in place of a word of sys.argv that tyro rejects, or tyro's `text`."""
+    for flag, value in itertools.pairwise([*command_words(), ""]):
+        if flag in OTHER_NAMES:
+            return f"For {flag}, pass {OTHER_NAMES[flag]}."
+        if flag.startswith("--") and value.lower() in ("true", "false"):
+            name = flag.removeprefix("--").removeprefix("no-")
+            return f"{flag} takes no value. Pass --{name} or --no-{name}."
+    return f"\n{text}"
+
+
+def command_words() -> list[str]:
+    """Return the words of the command line, with --a_flag=value as --a-flag and value."""
+    return " ".join(sys.argv).replace("=", " ").replace("_", "-").split()
 
 
 def checked(args: Any) -> Any:
     """Return `args`, with --global-batch-size cut into micro-batches. Exit with one message for all
     numbers out of the Range of their annotations, repeated lists, of which tyro would keep the last
     part, and messages that the methods `problems` of sections return, given `args`."""
-    words = [word.partition("=")[0].replace("_", "-") for word in sys.argv]
+    words = command_words()
     problems = []
     for section in vars(args).values():
         hints = get_type_hints(type(section), include_extras=True)

@@ -30,7 +30,7 @@ def set_kernel(
 ) -> None:
     """Set --attention, given all arguments of a script, in the config of a model of class `kind`,
     and print it. Raise Problem if the model cannot use it."""
-    name = args.kernel.attention
+    name = args.attention.attention
     length = args.data.max_seq_length
     precision = args.sharding.precision
     has_sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)

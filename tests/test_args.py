@@ -1,8 +1,10 @@
 """Flags: parsing, help, suggestions, ranges, and how the global batch is cut."""
 
 import importlib
+import re
 from typing import Any
 
+import docstring_parser
 import pytest
 from conftest import SCRIPTS, error_lines, launch
 from in_process import refusal
@@ -10,6 +12,7 @@ from ten_steps import parse_args
 
 import gpt2_fsdp
 import llama_fsdp
+from core import args
 
 
 def parse(script: Any, *flags: object) -> Any:
@@ -35,6 +38,27 @@ def test_help_fits_80_columns_and_shows_defaults(name, capsys, monkeypatch):
     ):
         assert words in text
     assert "optional:" not in text  # comments are no help
+    assert "(default: )" not in text
+    for title in ("kernel", "paging", "saves", "track"):
+        assert f" {title} options" not in text
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_of_a_flag_is_one_paragraph(name):
+    """tyro would keep the line breaks of a longer docstring."""
+    script = importlib.import_module(name)
+    sections = [type(section) for section in vars(script.Args()).values()]
+    for section in sections:
+        for flag in docstring_parser.parse_from_object(section).params:
+            assert "\n" not in flag.description, flag.arg_name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_other_names_lead_to_flags_of_the_script(name):
+    fields = [vars(section) for section in vars(importlib.import_module(name).Args()).values()]
+    flags = {"--" + field.replace("_", "-") for section in fields for field in section}
+    for advice in args.OTHER_NAMES.values():
+        assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -46,6 +70,22 @@ def test_help_fits_80_columns_and_shows_defaults(name, capsys, monkeypatch):
 def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert message in refusal(gpt2_fsdp, *flags)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--learning-rate", "1e-4"], "For --learning-rate, pass --lr."),
+    (["--learning_rate=1e-4"], "For --learning-rate, pass --lr."),
+    (["--per-device-train-batch-size", "4"], "pass --batch-size."),
+    (["--num-train-epochs", "3"], "pass --epochs."),
+    (["--bf16", "True"], "For --bf16, pass --precision bf16."),
+    (["--resume-from-checkpoint"], "pass the same command again: the run in --output-dir resumes."),
+    (["--lora-r", "8"], "--lora-rank INT"),
+    (["--packing", "false"], "--packing takes no value. Pass --packing or --no-packing."),
+    (["--packing=False"], "--packing takes no value. Pass --packing or --no-packing."),
+    (["--no-packing", "true"], "--no-packing takes no value. Pass --packing or --no-packing."),
+])  # fmt: skip
+def test_flags_of_other_programs_and_values_of_switches_get_the_right_flag(flags, message):
+    assert message in refusal(llama_fsdp, *flags)
 
 
 def test_values_out_of_range_and_combinations_are_one_message():

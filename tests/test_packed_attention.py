@@ -311,7 +311,7 @@ def choose(name: str, attention: str, config: dict, compiles: bool = False) -> s
     config = kind.config_class(**config)
     data = chat_dataset.Data(max_seq_length=64)
     sharding = Sharding(compile=compiles, precision="bf16")
-    args = llama_fsdp.Args(kernel=Kernel(attention), data=data, sharding=sharding)
+    args = llama_fsdp.Args(attention=Kernel(attention), data=data, sharding=sharding)
     try:
         packed_attention.set_kernel(args, config, kind)
     except Problem as problem:
