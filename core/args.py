@@ -89,7 +89,7 @@ class Run:
 
     def problems(self, _: Any) -> list[str]:
         """Return a message if --output-dir is a file."""
-        if os.path.isfile(self.output_dir):
+        if self.output_dir.is_file():
             return [f"--output-dir {self.output_dir} is a file. Pass a directory."]
         return []
 
