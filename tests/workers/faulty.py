@@ -1,8 +1,8 @@
 """Run a script with a fault before a step on one rank: faulty.py SCRIPT FAULT RANK STEP FLAGS...
 
-raise: raise NCCL's exception class. nan: set the parameters to NaN. hang: sleep in the forward
-pass. full: limit files to 100 kB, as if the disk were full, until the next step. full for good: the
-same until the end.
+raise: raise NCCL's exception class. problem: raise Problem, while saves take two seconds. nan: set
+the parameters to NaN. hang: sleep in the forward pass. full: limit files to 100 kB, as if the disk
+were full, until the next step. full for good: the same until the end.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from killed import before_each_step
 from ten_steps import parse_args
 
-from core import ranks
+from core import checkpoint, ranks
 
 
 def limit(size: int) -> None:
@@ -36,6 +36,8 @@ if __name__ == "__main__":
         if is_target and step == faulty_step:
             if fault == "raise":
                 raise dist.DistBackendError(f"NCCL error: the fault of rank {rank}")
+            if fault == "problem":
+                raise ranks.Problem("the fault")
             if fault == "nan":
                 with torch.no_grad():
                     for parameter in models[0].parameters():
@@ -44,6 +46,14 @@ if __name__ == "__main__":
                 script.summed_loss = lambda *_: time.sleep(100)
             if fault.startswith("full"):
                 limit(100_000)
+
+    def save_slowly(*args: object, **options: object) -> None:
+        time.sleep(2)
+        save(*args, **options)
+
+    save = checkpoint.dcp.save
+    if fault == "problem":
+        checkpoint.dcp.save = save_slowly
 
     def keep_model(*args: object) -> torch.nn.Module:
         models.append(wrap_model(*args))
