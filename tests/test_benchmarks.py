@@ -2,10 +2,14 @@
 
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, launch
 
 from tools import memory_estimator
@@ -96,3 +100,36 @@ def test_load_needs_one_shard_and_export_one_file():
     assert results["ours-fsdp2"]["load MB"][0] < 1.02 * shard + tensor
     for row in results.values():
         assert row["export MB"][0] < file + unit + 250
+
+
+def plan(output: Path, phase: str, folder: Path = Path(sys.executable).parent, **more: str) -> None:
+    """Run a phase of one_gpu.sh with the `python` in a folder."""
+    environment = os.environ | more | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", ROOT / "benchmarks/one_gpu.sh", output, phase]
+    subprocess.run(command, check=True, env=environment)
+
+
+PHASES = [pytest.param(x, marks=() if x in "bf" else pytest.mark.slow) for x in "abcdef"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_command_for_one_borrowed_gpu_starts_on_a_cpu(phase, tmp_path):
+    """Tests of phase f are skipped without a GPU."""
+    plan(tmp_path, phase, TINY="1", LIMIT="900")
+    summary = (tmp_path / "summary.txt").read_text()
+    codes = re.findall(r"^(\S+): exit code (\d+)", summary, re.M)
+    assert codes
+    assert {code for _, code in codes} == {"0"}, summary
+    assert {name for name, _ in codes} == {path.stem for path in tmp_path.glob("*-*.txt")}
+
+
+def test_command_for_one_borrowed_gpu_ends_at_its_limit_and_keeps_its_output(tmp_path):
+    """The commands without time are named."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho '| kept |'\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    plan(tmp_path, "b", folder=tmp_path, LIMIT="5")
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert lines[0].startswith("b-7b-fsdp1: exit code 124 after 5")
+    rest = [f"{name}: no time left" for name in ("b-7b-fsdp2", "b-70b-fsdp1", "b-70b-fsdp2")]
+    assert lines[1:] == ["| kept |", *rest]

@@ -225,7 +225,7 @@ COLUMNS = (("ddp", False), ("shard_grad_op", False), ("full_shard", False), ("fu
 
 
 def test_memory_table_matches_estimator():
-    pattern = r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$"
+    pattern = r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \| estimate \|$"
     rows = set(re.findall(pattern, TEXT, re.MULTILINE))
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
@@ -236,10 +236,14 @@ def test_memory_table_matches_estimator():
 
 
 def test_gpu_table_matches_estimator():
-    pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
+    """Rows that were measured on a GPU say so."""
+    pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\| (.*) \|$"
     rows = set(re.findall(pattern, TEXT, re.MULTILINE))
-    assert len(rows) >= 5
-    for name, gpus, memory, figure, flags in rows:
+    assert len(rows) >= 6
+    for name, gpus, memory, figure, flags, source in rows:
+        if source != "estimate":
+            assert source.startswith("[measured](")
+            continue
         nodes = max(1, int(gpus) // 8)
         words = f"--model-name {name} --nodes {nodes} --gpus-per-node {int(gpus) // nodes} "
         words += f"--gpu-memory-gb {memory} {flags}"
