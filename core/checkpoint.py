@@ -88,7 +88,8 @@ def fingerprint(samples: Any) -> str:
     """Return the length of a data set and a CRC of at most 256 of its samples. Any rank."""
     step = len(samples) // 256 + 1
     some = [samples[i] for i in range(0, len(samples), step)]
-    text = json.dumps(some, default=str)
+    # str() of an array would leave out its middle.
+    text = json.dumps(some, default=lambda array: getattr(array, "tolist", array.__repr__)())
     return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
 
 
