@@ -133,7 +133,7 @@ def show(directory: Path) -> None:
         print(f"  before: {then['generated'] or '(nothing)'}")
         print(f"  after:  {now['generated']}")
     words = [sys.executable, str(Path(__file__).with_name("plot_runs.py")), str(directory)]
-    words += ["--panels", "loss", "tokens_per_second", "--picture", str(directory / "losses.png")]
+    words += ["--panels", "loss", "lr", "--picture", str(directory / "losses.png")]
     words += ["--title", f"make demo: {accuracy(after)} of {len(after)} unseen dates are correct"]
     code = subprocess.run(words).returncode
     if code:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPTS, SHORT, TINY, check_equal_runs, launch, losses, metrics, status
 
+from tools.copy_script import ROOMS, read
+
 FLAGS = [*TINY, "--num-train-samples", "32", "--num-val-samples", "4", "--batch-size", "1",
          "--save-every", "2", "--max-steps", "10"]  # fmt: skip
 DATA = {"gpt2_fsdp": "block", "T5_training": "summarization", "llama_fsdp": "chat"}
@@ -24,7 +26,7 @@ def make_copy(script: str, copy: Path, *without: str) -> str:
     the tool prints."""
     flags = ["--without", *without] if without else []
     output = launch(0, "tools/copy_script.py", f"{script}.py", copy, *flags).stdout
-    launch(0, "-m", "ruff", "check", "--config", ROOT / "pyproject.toml", ".", cwd=copy)
+    launch(0, "-m", "ruff", "check", ".", cwd=copy)
     rooms = [path.stem for path in (copy / "optional").glob("*.py")]
     assert sorted([*rooms, *without]) == rooms_of(script)
     return output
@@ -64,6 +66,28 @@ def test_copy_is_a_project(tmp_path):
         again = launch(0, "tools/copy_script.py", f"{script}.py", copy, check=False)
         assert again.returncode == 1 and "is not empty" in again.stderr
         shutil.rmtree(copy)
+
+
+def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
+    launch(0, "tools/copy_script.py", "gpt2_fsdp.py", tmp_path / "copy", "--without", "all")
+    assert not (tmp_path / "copy/optional").exists()
+    words = ["gpt2_fsdp.py", tmp_path / "other", "--without", "lock", "rouge", "lokc"]
+    result = launch(0, "tools/copy_script.py", *words, check=False)
+    message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, checksums, "
+    assert result.returncode == 1 and result.stderr.startswith(message)
+    assert not (tmp_path / "other").exists()
+
+
+def test_tools_run_in_the_repository_without_its_optional_modules(tmp_path):
+    files = [*ROOT.glob("*.py"), *ROOT.glob("core/*.py"), *ROOT.glob("tools/*.py")]
+    for path in files:
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(read(path, ROOMS))
+    output = launch(0, tmp_path / "tools/memory_estimator.py", "--model-name", "tiny-t5").stdout
+    assert "full_shard" in output
+    launch(0, tmp_path / "tools/preflight.py", "--help")
+    launch(0, "-c", "import tools.prepare", cwd=tmp_path)
 
 
 @EACH_SCRIPT

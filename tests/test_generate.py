@@ -71,6 +71,15 @@ def test_terminal_is_a_chat_of_several_turns(chat_directory):
     assert process.returncode == 0 and output == f"> {first}\n> > {second}\n> "
 
 
+def test_empty_answer_is_reported(gpt2_directory, tmp_path):
+    """It is on stderr, so that each prompt still has its line."""
+    shutil.copytree(gpt2_directory, tmp_path / "model")
+    eos = transformers.AutoTokenizer.from_pretrained(gpt2_directory).eos_token_id
+    transformers.GenerationConfig(forced_eos_token_id=eos).save_pretrained(tmp_path / "model")
+    result = generate(tmp_path / "model", "one", "--max-new-tokens", 1)
+    assert (result.stdout, result.stderr) == ("\n", "The answer is empty.\n")
+
+
 def test_top_p_and_temperature_change_the_sampling(gpt2_directory):
     """The share of the likeliest token alone is greedy, and a high temperature is not."""
     expected = greedy(gpt2_directory, "one", special=True) + "\n"

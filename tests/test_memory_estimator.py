@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import published
+from core import ranks
 from optional import fused_norms
 from tools import memory_estimator
 
@@ -233,3 +234,8 @@ def test_other_architectures_are_estimated(name, sizes, block, units, tmp_path, 
     built, blocks = memory_estimator.build(memory_estimator.load_script(args, config), config, name)
     assert block in {x.__name__ for x in blocks}
     assert model.parameters == built.num_parameters() and model.activations > model.stays
+
+
+def test_unknown_model_lists_the_built_in_ones(process_group):
+    with pytest.raises(ranks.Problem, match="Built-in sizes: llama-2-7b, tiny, llama-2-13b, "):
+        memory_estimator.load_config("lama-2-7b")

@@ -67,7 +67,7 @@ def test_demo_trains_evaluates_and_plots(tmp_path):
     readme = PAGES[ROOT / "README.md"]
     lines = list(map(mask_numbers, short_output.splitlines()))
     (readme_lines,) = re.findall(r"```text\n(T5ForCond.*?)```", readme, re.DOTALL)
-    readme_lines = [line for line in readme_lines.splitlines() if line[0] not in " ."]
+    readme_lines = [x for x in readme_lines.splitlines() if not re.match(r"\.|  \w+:", x)]
     assert len(readme_lines) >= 7
     positions = [lines.index(mask_numbers(line)) for line in readme_lines]
     assert positions[:3] == sorted(positions[:3]) and positions[-1] == max(positions)

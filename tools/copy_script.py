@@ -1,9 +1,10 @@
 """Copy a script, the modules that it imports, and what makes them a project of their own.
 
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers watchdog
+python tools/copy_script.py gpt2_fsdp.py ../my_project --without all
 
-The copy has the license, the requirements, launch.slurm, two tools, a README and a test.
---without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.
+The copy has the license, the requirements, launch.slurm, two tools, settings of ruff, a README and
+a test. --without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.
 """
 
 import argparse
@@ -71,14 +72,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=lambda path: Path(path).name, choices=SCRIPTS)
     parser.add_argument("directory", type=Path, help="created if it does not exist")
-    parser.add_argument("--without", nargs="+", choices=ROOMS, default=[], help="leave these out")
+    help_text = "leave out these files of optional/, or all"
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help=help_text)
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
         parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
-    files = needed_files(ROOT / args.script, args.without)
+    used = needed_files(ROOT / args.script)
+    rooms = sorted(path.stem for path in used if path.parent.name == "optional")
+    without = rooms if "all" in args.without else args.without
+    if unknown := set(without) - set(rooms):
+        text = f"{args.script} has no optional {', '.join(sorted(unknown))}. It has: "
+        parser.exit(1, f"error: {text}{', '.join(rooms)}.\n")
+    files = needed_files(ROOT / args.script, without)
     texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
     texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
     texts["requirements.txt"] = requirements(files)
+    settings, _, _ = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")
+    texts["pyproject.toml"] = settings
     name = Path(args.script).stem
     readme = {"SCRIPT": args.script, "output/NAME": f"output/{name}"}
     words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
@@ -93,7 +103,8 @@ def main() -> None:
         if ROOT / place in files:
             total += (lines := len(text.splitlines()))
             print(f"{lines:6,}  {target}")
-    print(f"{total:6,}  lines in all, and {', '.join(sorted(OTHERS.values()))}, requirements.txt")
+    others = ", ".join(sorted(texts.keys() - {str(file.relative_to(ROOT)) for file in files}))
+    print(f"{total:6,}  lines in all, and {others}")
     print(f"Next: cd {args.directory}; python tools/docstrings.py docstrings.jsonl")
     print(f"      python {args.script} --model-name tiny --dataset docstrings.jsonl")
 

@@ -86,6 +86,8 @@ def main() -> None:
         start = 0 if model.config.is_encoder_decoder else ids.size(1)
         answer = tokenizer.decode(output[start:], skip_special_tokens=True)
         print(answer, flush=True)
+        if not answer.strip():
+            print("The answer is empty.", file=sys.stderr)
         turns.append({"role": "assistant", "content": answer})
 
 

@@ -46,12 +46,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 from transformers.pytorch_utils import Conv1D
 
+import optional.fused_norms as fused_norms  # optional: fused_norms
+import optional.startup_checks as checks  # optional: startup_checks
 import policies
 from core import ranks, weights
 from core.args import Range, fit_global_batch
 from core.chunked_loss import CHUNK
-from optional import fused_norms
-from optional.startup_checks import check_length
 
 Classes = tuple[type[nn.Module], ...]
 
@@ -225,7 +225,12 @@ def load_config(name: str) -> transformers.PretrainedConfig:
     if size := built_in_size(name):
         _, config_class, keys, values = BUILT_IN[size]
         return config_class(**dict(zip(keys, values, strict=True)))
-    path = Path(name) if Path(name).exists() else weights.find_directory(name, ["config.json"])
+    path = Path(name)
+    if not path.exists():
+        try:
+            path = weights.find_directory(name, ["config.json"])
+        except ranks.Problem as error:
+            raise ranks.Problem(f"{error} Built-in sizes: {', '.join(BUILT_IN)}.") from None
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # of any type: a file may contain any JSON
@@ -287,8 +292,7 @@ def build(
         config.activation_function = "gelu_pytorch_tanh"
     with torch.device("meta"):
         model = kind(config)
-    if hasattr(script, "NORMS"):
-        fused_norms.fuse(model, script.MODEL, script.NORMS)
+    fused_norms.fuse(model, script.MODEL, getattr(script, "NORMS", ()))  # optional: fused_norms
     with contextlib.redirect_stdout(io.StringIO()):  # the estimate is printed first
         blocks = policies.layer_classes(model, script.MODEL, script.BLOCKS)
     return model, blocks
@@ -392,7 +396,7 @@ def read_model(args: Namespace) -> Model:
     compute = policies.PRECISIONS[args.precision].param_dtype
     model, blocks = build(script, config, args.model_name)
     config = model.config
-    check_length(args, "seq_length", config)
+    checks.check_length(args, "seq_length", config)  # optional: startup_checks
     in_4bit = add_adapters(args, model, blocks) if args.lora_rank else set()
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())

@@ -8,7 +8,6 @@ from conftest import ROOT
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
 EMA_SECTION = PAGE[PAGE.index("## EMA weights") : PAGE.index("## Recipes")]
-EMA_SECTION = EMA_SECTION.replace("+from lion import Lion\n", "")
 
 
 def diffs(text: str) -> dict[str, str]:
