@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, launch, losses, metrics, weights
+from conftest import ROOT, SCRIPTS, error_lines, launch, losses, metrics, weights
 from in_process import start
 from plain import loss_class
 from ten_steps import local
@@ -70,6 +70,8 @@ FLAGS = [
     ["--precision", "bf16", "--fsdp", "2", "--cpu-offload"],
     ["--precision", "bf16", "--fsdp", "2", "--activation-checkpointing"],
     ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
+    ["--precision", "bf16", "--gradient-accumulation-steps", "2"],
+    ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--fsdp", "2"],
 ]
 if RANKS > 1:
     FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
@@ -94,6 +96,33 @@ def data(t5_directory, pairs, gpt2_directory, texts, llama_directory, chats) -> 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_resumes(script, flags, data, tmp_path):
     run(script, data[script], tmp_path, *flags)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_offload_of_fsdp2_in_fp16_is_refused(script, data, tmp_path):
+    """PyTorch would unscale offloaded gradients by a factor that is still being copied."""
+    flags = run_flags(data[script], tmp_path, "--precision", "fp16", "--fsdp", "2", "--cpu-offload")
+    result = launch(1, f"{script}.py", *flags, check=False)
+    assert result.returncode == 1
+    (message,) = error_lines(result.stderr)
+    assert "--cpu-offload" in message and "fp16" in message
+
+
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+def test_accumulation_with_and_without_synchronization_gives_the_same_losses(fsdp, data, tmp_path):
+    """Micro-batches add up to those of a step without accumulation."""
+    runs = []
+    for name, flags in {
+        "whole": ["--batch-size", "4"],
+        "synchronized": ["--batch-size", "2", "--gradient-accumulation-steps", "2"],
+        "kept": ["--batch-size", "2", "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
+    }.items():
+        flags = [*flags, "--fsdp", fsdp, "--precision", "fp32", "--max-steps", "5"]
+        launch(RANKS, "gpt2_fsdp.py", *run_flags(data["gpt2_fsdp"], tmp_path / name, *flags))
+        runs.append(losses(tmp_path / name))
+    assert list(runs[0]) == [1, 2, 3, 4, 5]
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
