@@ -67,7 +67,7 @@ class Run:
     output_dir: Path = Path("output")
     """for checkpoints, metrics.jsonl, best/ and final/; a run in it resumes"""
     evaluate_only: Switch = False
-    """validate --model-name, or the adapters in --output-dir"""
+    """validate without training"""
     export_only: Switch = False
     """export the newest checkpoint to final/"""
     log_every: Count = 10
