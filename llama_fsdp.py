@@ -1,4 +1,4 @@
-"""Fine-tune Llama, up to 70B, on packed chats that see only themselves, with FSDP.
+"""Fine-tune Llama, up to 70B, on packed chats with FSDP.
 
     python tools/docstrings.py docstrings.jsonl  # data
     python llama_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
@@ -6,9 +6,9 @@
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
-learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any causal
-model in Transformers can be trained by its --model-name; for one of your own, replace MODEL, BLOCKS
-and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Most
+causal models in Transformers can be trained by --model-name; for one of your own, replace MODEL,
+BLOCKS and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
 import os
@@ -283,7 +283,7 @@ def train(
     precision = args.sharding.precision
     world_size = dist.get_world_size()
     sampler = StepSampler(len(train_set), optim, hasattr(train_set, "set_epoch"))
-    loader = DataLoader(  # of steps: each item is a list of micro-batches
+    loader = DataLoader(  # each item is a step: a list of micro-batches
         train_set,
         batch_sampler=sampler,
         collate_fn=MicroBatchCollator(chat_dataset.collate, optim),
@@ -291,11 +291,11 @@ def train(
         worker_init_fn=ranks.block_stops,
         timeout=run.timeout_minutes * 60 if optim.num_workers else 0,
         pin_memory=device.type != "cpu",
-        generator=torch.Generator(),  # or it would draw from dropout's
+        generator=torch.Generator(),  # the default one is dropout's
     )
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps
-    factors = schedule(optim, total_steps, epoch_steps)  # of the learning rate, by step
+    factors = schedule(optim, total_steps, epoch_steps)  # learning rate / --lr, by step
     groups = parameter_groups(model, shapes, optim.weight_decay)
     optimizers = [torch.optim.AdamW(groups, lr=optim.lr, fused=True)]
     optimizers = paged.replace(args.optimizer, optimizers)  # optional: paged
@@ -340,7 +340,7 @@ def train(
         return step % epoch_steps == 0 or (every is not None and step % every == 0)
 
     loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
-    norms: dict[int, Tensor] = {}  # of gradients, by step, since the host last waited
+    norms: dict[int, Tensor] = {}  # of steps since the host last waited
     is_saved = True
     sampler.start = start
     sampler.stop = total_steps
@@ -386,7 +386,7 @@ def train(
         state.step = step
         state.tokens += int(tokens)
         if step == start + 1:
-            stop.listen()  # from now on there is something to lose
+            stop.listen()  # from now on, a stop saves a checkpoint
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.
         if not (log_due or eval_due or save_due or is_stopping):
@@ -472,7 +472,7 @@ def validation(
 ) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Every example
     counts once. Call on all ranks; all raise Stopped if one was asked to stop."""
-    totals = {}  # by data set: the summed loss and the number of targets
+    totals = {}  # the summed loss and the number of targets, by data set
     autocast = policies.autocast(model, device, args.sharding.precision)
     with policies.evaluation(model), autocast:
         for name, samples in val_sets.items():

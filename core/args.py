@@ -65,7 +65,7 @@ class Run:
     """What is written, where and when. Its directory says whether a run resumes."""
 
     output_dir: Path = Path("output")
-    """for checkpoints, metrics.jsonl, best/ and final/; a run in it resumes"""
+    """directory of checkpoints, metrics.jsonl, best/ and final/; a run in it resumes"""
     evaluate_only: Switch = False
     """validate without training"""
     export_only: Switch = False

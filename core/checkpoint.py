@@ -36,7 +36,7 @@ from .steps import StepSampler
 from .weights import Shapes, unwrapped
 
 STATE = "train_state.json"
-NAMES = "step-" + 8 * "[0-9]"  # of checkpoints
+NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # What a resume takes from its own start, or needs no more.
@@ -49,14 +49,14 @@ class State:
     run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
 
     identity: dict[str, Any]  # must stay the same in a resume
-    hyperparameters: list[dict[str, str]]  # of the optimizers
+    hyperparameters: list[dict[str, str]]  # one for each group of the optimizers
     step: int = 0  # optimizer steps done
-    tokens: int = 0  # of all steps and ranks, without padding
+    tokens: int = 0  # trained on by all ranks, without padding
     eval_due: bool = True  # the first validation, or one that was interrupted
     best_loss: float = math.inf
     best_step: int = 0
-    logged_step: int = 0  # of the last train line in metrics.jsonl
-    loss_sums: list[float] = field(default_factory=list)  # by rank, since that line
+    logged_step: int = 0  # the last train event's in metrics.jsonl
+    loss_sums: list[float] = field(default_factory=list)  # each rank's, since that event
     scaler: dict[str, Any] = field(default_factory=dict)
 
     def own_loss_sum(self) -> float:

@@ -24,7 +24,7 @@ from core.args import Fraction, Names, Positive, Size, Switch
 from core.ranks import Problem
 from core.tables import digest
 
-ADAPTER = ".lora_"  # in the names of adapters
+ADAPTER = ".lora_"  # part of an adapter's name
 BLOCK = 64  # weights that share a scale
 
 
@@ -218,7 +218,7 @@ class Linear4bit(nn.Linear):
         width, outputs = linear.in_features, linear.out_features
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
-        self.dtype = dtype  # of the computation
+        self.dtype = dtype  # the compute dtype
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
 

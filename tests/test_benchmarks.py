@@ -133,3 +133,16 @@ def test_command_for_one_borrowed_gpu_ends_at_its_limit_and_keeps_its_output(tmp
     assert lines[0].startswith("b-7b-fsdp1: exit code 124 after 5")
     rest = [f"{name}: no time left" for name in ("b-7b-fsdp2", "b-70b-fsdp1", "b-70b-fsdp2")]
     assert lines[1:] == ["| kept |", *rest]
+
+
+def test_titles_of_the_sharding_picture_do_not_touch():
+    pytest.importorskip("matplotlib")
+    import draw_sharding
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    for title, note, *_ in draw_sharding.STAGES:
+        for text, size, weight in ((title, 13, "bold"), (note, 11, "normal")):
+            font = FontProperties(family="DejaVu Sans", weight=weight)
+            width = TextPath((0, 0), text, size=size, prop=font).get_extents().width
+            assert width <= draw_sharding.STAGE_WIDTH - 15, text

@@ -233,7 +233,7 @@ def load_config(name: str) -> transformers.PretrainedConfig:
             raise ranks.Problem(f"{error} Built-in sizes: {', '.join(BUILT_IN)}.") from None
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # of any type: a file may contain any JSON
+    except Exception as error:  # any type: a file may contain any JSON
         raise ranks.Problem(
             f"--model-name {name}: its config is invalid: {' '.join(str(error).split())}"
         ) from None
@@ -359,7 +359,7 @@ class Model:
     parameters: int  # elements, as below
     trained: int
     largest_in_4bit: int
-    head: int  # of the output head's weight
+    head: int  # parameters of the output head
     head_is_trained: bool
     tied: bool  # the output head shares its weight with the input embedding
     checkpointing: bool  # as requested, or the script's default
@@ -371,7 +371,7 @@ class Model:
     activations: int  # bytes without activation checkpointing
     stays: int  # bytes of activations that stay with activation checkpointing
     block: int  # bytes added when the largest block is recomputed
-    flops: int  # of a forward pass
+    flops: int  # FLOPs of a forward pass
     head_flops: int
 
 
@@ -510,7 +510,7 @@ def forward_pass(model: nn.Module, classes: Classes, args: Namespace) -> dict[st
     # Storages that autograd keeps, by address: outside of the blocks, and in each block.
     outside: dict[int, torch.UntypedStorage] = {}
     blocks: list[dict[int, torch.UntypedStorage]] = []
-    inputs: dict[int, torch.UntypedStorage] = {}  # of all blocks
+    inputs: dict[int, torch.UntypedStorage] = {}  # inputs of all blocks
     scopes = [outside]  # a stack; the last item is for the module that is running
 
     def keep(tensor: Tensor) -> Tensor:
