@@ -3,7 +3,7 @@ arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
 import io
-import itertools
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,25 +153,25 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
 
 def advice(text: str) -> str:
     """Return what to pass in place of a word of sys.argv that tyro rejects, or tyro's `text`."""
-    for flag, value in itertools.pairwise([*command_words(), ""]):
+    for flag in command_line().split():
         if flag in OTHER_NAMES:
             return f"For {flag}, pass {OTHER_NAMES[flag]}."
-        if flag.startswith("--") and value.lower() in ("true", "false"):
-            name = flag.removeprefix("--").removeprefix("no-")
-            return f"{flag} takes no value. Pass --{name} or --no-{name}."
+    switch = re.search(r"--(?:no-)?(\S+) (?:true|false)\b", command_line(), re.IGNORECASE)
+    if switch:
+        return f"--{switch[1]} takes no value. Pass --{switch[1]} or --no-{switch[1]}."
     return f"\n{text}"
 
 
-def command_words() -> list[str]:
-    """Return the words of the command line, with --a_flag=value as --a-flag and value."""
-    return " ".join(sys.argv).replace("=", " ").replace("_", "-").split()
+def command_line() -> str:
+    """Return sys.argv as one text, with --a_flag=value as --a-flag value."""
+    return " ".join(sys.argv).replace("=", " ").replace("_", "-")
 
 
 def checked(args: Any) -> Any:
     """Return `args`, with --global-batch-size cut into micro-batches. Exit with one message for all
     numbers out of the Range of their annotations, repeated lists, of which tyro would keep the last
     part, and messages that the methods `problems` of sections return, given `args`."""
-    words = command_words()
+    words = command_line().split()
     problems = []
     for section in vars(args).values():
         hints = get_type_hints(type(section), include_extras=True)

@@ -82,7 +82,7 @@ def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
     (["--lora-r", "8"], "--lora-rank INT"),
     (["--packing", "false"], "--packing takes no value. Pass --packing or --no-packing."),
     (["--packing=False"], "--packing takes no value. Pass --packing or --no-packing."),
-    (["--no-packing", "true"], "--no-packing takes no value. Pass --packing or --no-packing."),
+    (["--no-packing", "true"], "--packing takes no value. Pass --packing or --no-packing."),
 ])  # fmt: skip
 def test_flags_of_other_programs_and_values_of_switches_get_the_right_flag(flags, message):
     assert message in refusal(llama_fsdp, *flags)
