@@ -103,7 +103,7 @@ def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
 
     rows.sort(key=order)
     figure, axis = plt.subplots(figsize=(11, 1.6 + 0.4 * len(rows)))
-    ends = []  # of the bars
+    ends = []  # where the bars end so far
     for number, (term, label) in enumerate(TERMS.items()):
         sizes = [row[f"{term}_bytes"] / 1e9 for row in rows]
         starts = ends or [0.0] * len(rows)

@@ -45,7 +45,7 @@ class Row:
     source: str
     run: str
     measured: float
-    flags: str  # of tools/memory_estimator.py
+    flags: str  # for tools/memory_estimator.py
     unit: str
     config: LlamaConfig
     logit_bytes: float  # bytes per logit at the peak of the loss

@@ -182,7 +182,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     results = relay(loops, math.ceil(options.steps / turn), device, turn)
     for name in options.loops:
         if name in PEERS:
-            loss = torch.stack(losses[name][-turn:]).mean()  # of this rank
+            loss = torch.stack(losses[name][-turn:]).mean()  # this rank's
             dist.all_reduce(loss)
             results[name]["loss"] = loss.item() / dist.get_world_size()
         elif dist.get_rank() == 0:

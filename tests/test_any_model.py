@@ -118,7 +118,7 @@ def trained(
 def test_model_trains_resumes_and_exports_like_plain_pytorch(trained, name):
     script, kind, _, flags = CASES[name]
     base, output = trained / name / "model", trained / name / "output"
-    text = base.with_name("text")  # of a multimodal model
+    text = base.with_name("text")  # a multimodal model has these
     model = getattr(transformers, kind).from_pretrained(text if text.is_dir() else base)
     seen = torch.load(output / "seen.pt", weights_only=False)
     first, *_, last = metrics(output, "val")

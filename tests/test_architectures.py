@@ -127,7 +127,7 @@ def test_model_trains_and_exports_like_plain_pytorch(
     try:
         model = small_model(getattr(transformers, name))
         save(model, base)
-    except Exception as error:  # of any type: these shapes do not work
+    except Exception as error:  # any type: these shapes do not work
         pytest.skip(f"cannot be made small: {type(error).__name__}: {error}")
     if hasattr(model.config, "text_config"):
         pytest.skip("its text part is another class of this list")

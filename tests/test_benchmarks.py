@@ -24,7 +24,7 @@ def run(command: str) -> str:
 @pytest.mark.parametrize("processes", [1, 8])
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
 def test_presets_use_existing_flags_and_models(preset, processes, large, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # which is not a package
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # it is not a package
     run_all = importlib.import_module("run_all")
     commands = run_all.programs(preset, processes, Path("data"), large)
     assert commands

@@ -276,7 +276,7 @@ def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, 
     disk.mkdir()
     link.symlink_to(disk / "final")
     for name in ("tmp-final", "tmp-old-final"):
-        (disk / name).mkdir()  # of a process that was killed
+        (disk / name).mkdir()  # left by a process that was killed
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)

@@ -27,7 +27,7 @@ from optional import fused_norms
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-ODD_SIZES = {  # of small models, by script, whose flat parameters all need padding
+ODD_SIZES = {  # small models by script; all flat parameters need padding
     "llama_fsdp": {"hidden_size": 39, "intermediate_size": 61, "num_hidden_layers": 3,
                    "head_dim": 6, "num_attention_heads": 3, "num_key_value_heads": 1},
     "gpt2_fsdp": {"n_embd": 38, "n_layer": 3, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1,

@@ -98,7 +98,7 @@ def check_tied_once(output: Path) -> None:
 
 @SCRIPTS
 def test_exports_reload_with_the_same_loss(script, finished, flags, tmp_path):
-    """Of each data set and all together. Tied weights are written once."""
+    """The losses are those of each data set and of all together. Tied weights are written once."""
     run, is_llama = finished(script), script == "llama_fsdp"
     val = metrics(run, "val")
     best = min(val[1:], key=lambda line: line["loss"])  # the initial model is not exported

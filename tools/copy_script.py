@@ -20,7 +20,7 @@ OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt")}
 OTHERS |= {x: x for x in ("tools/generate.py", "tools/docstrings.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
 ROOMS = sorted(path.stem for path in (ROOT / "optional").glob("*.py"))
-PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
+PACKAGES = {"rouge-score": "rouge_score"}  # packages whose modules have other names
 
 
 def read(path: Path, without: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ def check(directory: Path, way: str, output: Path) -> list[str]:
     own = T5ForConditionalGeneration if config.is_encoder_decoder else GPT2LMHeadModel
     config, kind = weights.model_class(config, own)
     weights.prepare_config(config)
-    mapping = {r"^language_model\.": ""}  # of a multimodal model's text part
+    mapping = {r"^language_model\.": ""}  # the text part of a multimodal model
     options = {"key_mapping": mapping} if "text part" in directory.name else {}
     expected = kind.from_pretrained(directory, config=config, dtype=torch.float32, **options).eval()
     model = load(kind, config, directory, way)

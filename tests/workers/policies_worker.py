@@ -40,7 +40,7 @@ class Overflowing:
         self.script, self.device = script, device
         self.model = self.scaler = self.error = None
         self.step = 0
-        self.shards: dict[int, list[torch.Tensor]] = {}  # of this rank, before a step
+        self.shards: dict[int, list[torch.Tensor]] = {}  # this rank's, before a step
         self.scales: dict[int, float] = {}  # before a step
 
     def record(self, step: int) -> None:
