@@ -119,7 +119,7 @@ def parse_args() -> Args:
 
 @record
 def fsdp_main(args: Args) -> None:
-    """Train from pretrained weights or a checkpoint, then export, and end this process."""
+    """Train from pretrained weights or a checkpoint, and end this process."""
     run = args.run
     output = run.output_dir
     device = ranks.setup(run.timeout_minutes)
@@ -132,18 +132,16 @@ def fsdp_main(args: Args) -> None:
     newest = ranks.on_rank_zero(checkpoint.find_newest, output)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     safe_checkpoint.check(newest)  # optional: safe_checkpoint
-    model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
+    model, blocks, tokenizer, initial = load_model(args, newest is None or run.evaluate_only)
     shapes = weights.whole_shapes(model)
     if run.export_only or run.evaluate_only:
-        model = wrap_model(args, device, model, blocks, source)
+        model = wrap_model(args, device, model, blocks, initial)
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
-    model = wrap_model(args, device, model, blocks, source)
+    model = wrap_model(args, device, model, blocks, initial)
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
-    if is_finished:
-        export(model, tokenizer, output / "final", run.export_dtype)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
     ranks.leave(0 if is_finished else STOPPED)
@@ -191,7 +189,7 @@ class LossModel:
 def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     name = args.model.model_name
-    directory, config, kind, tokenizer = weights.open_model(name, MODEL, OTHER, TINY_CONFIG)
+    directory, config, model_class, tokenizer = weights.open_model(name, MODEL, OTHER, TINY_CONFIG)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
@@ -201,8 +199,8 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
-    lora.add(args, model, source, blocks, tokenizer)  # optional: lora
-    return model, blocks, tokenizer, source
+    lora.add(args, model, initial, blocks, tokenizer)  # optional: lora
+    return model, blocks, tokenizer, initial
 
 
 def wrap_model(
@@ -210,13 +208,13 @@ def wrap_model(
     device: torch.device,
     model: nn.Module,
     blocks: policies.Classes,
-    source: weights.Source,
+    initial: weights.Initial,
 ) -> nn.Module:
-    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
+    """Return `model` in FSDP1, FSDP2 or DDP, with `initial` weights in fp32. Call on all ranks."""
     sharding = args.sharding
-    loader = weights.Loader(model, source, device, sharding.cpu_offload)
-    loader.pack = lora.pack  # optional: lora
-    init = loader.fill
+    initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
+    initializer.pack = lora.pack  # optional: lora
+    init = initializer.fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -275,8 +273,8 @@ def train(
     shapes: weights.Shapes,
     newest: Path | None,
 ) -> bool:
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a stop
-    was asked for before it: a checkpoint is saved. Call on all ranks."""
+    """Train from the checkpoint `newest`, or from step 0, to the last step, and export final/.
+    Return False if a stop was asked for before it: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run = args.run
     optim = args.optim
@@ -421,6 +419,9 @@ def train(
             return False
     stop.forget()
     watchdog.stop()  # optional: watchdog
+    export(model, tokenizer, run.output_dir / "final", run.export_dtype)
+    if state.eval_due:
+        raise OSError("best/ could not be written. Run the same command again to write it.")
     log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
 
@@ -436,7 +437,8 @@ def evaluate(
     stop: StopRequest,
 ) -> bool:
     """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
-    a rank was asked to stop, which a resume repeats. Call on all ranks."""
+    a rank was asked to stop. A resume repeats this then, and if best/ could not be written. Call on
+    all ranks."""
     try:
         results = validation(args, device, model, val_sets, stop)
         loss = results["loss"]
@@ -445,19 +447,20 @@ def evaluate(
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         is_best = loss < state.best_loss
         log.write("val", **results)
+        is_written = True
         if is_best and args.run.save_best:
             path = args.run.output_dir / "best"
             try:
                 export(model, tokenizer, path, args.run.export_dtype, stop.check)
             except OSError as error:
                 print0(f"best/ could not be written ({error}).")
-                is_best = False
+                is_written = False
     except Stopped:
         return True
-    if is_best:
+    if is_best and is_written:
         state.best_loss = loss
         state.best_step = state.step
-    state.eval_due = False
+    state.eval_due = not is_written
     log.restart_clock()
     return False
 

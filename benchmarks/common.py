@@ -89,9 +89,9 @@ def load(
     script: ModuleType, args: Any, device: torch.device, needs_weights: bool = True
 ) -> tuple[torch.nn.Module, Any, dict[str, torch.Size]]:
     """Return a script's wrapped model, the tokenizer, and the shapes of parameters."""
-    model, blocks, tokenizer, source = script.load_model(args, needs_weights)
+    model, blocks, tokenizer, initial = script.load_model(args, needs_weights)
     shapes = weights.whole_shapes(model)
-    return script.wrap_model(args, device, model, blocks, source), tokenizer, shapes
+    return script.wrap_model(args, device, model, blocks, initial), tokenizer, shapes
 
 
 def train(
@@ -204,7 +204,7 @@ class RandomTensors(dict):
         return torch.randn(shape, device=device).mul_(0.02).to(dtype)
 
 
-class RandomWeights(weights.Loader):
+class RandomWeights(weights.Initializer):
     """A loader that needs only a config: rank 0 draws each tensor when it broadcasts it."""
 
     def __init__(self, model: PreTrainedModel, *options: Any) -> None:
@@ -215,7 +215,7 @@ class RandomWeights(weights.Loader):
             if isinstance(module, lora.Linear4bit):  # its weight is packed
                 shape = torch.Size([module.out_features, module.in_features])
                 self.stored[f"{path}.weight"] = shape, torch.float32
-        self.source = RandomTensors(self.stored)
+        self.initial = RandomTensors(self.stored)
 
 
 def use_random_weights() -> None:
@@ -226,7 +226,7 @@ def use_random_weights() -> None:
         with torch.device("meta"):
             return model_class(config), {}
 
-    weights.new_model, weights.Loader = new_model, RandomWeights
+    weights.new_model, weights.Initializer = new_model, RandomWeights
 
 
 def random_batch(script: ModuleType, args: Any) -> Batch:

@@ -133,7 +133,7 @@ def check_evaluated(output: Path, model_name: str) -> None:
     parent = Path(model_name).absolute().parent  # best/ and final/ may be links
     if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
         raise Problem(f"--model-name {model_name} is not the run in {output}. Pass --model-name "
-                      f"{output}/final (by --export-only), or adapters' flags.")  # fmt: skip
+                      f"{output}/final (by --export-only), or all flags of the run.")  # fmt: skip
 
 
 def snapshot(

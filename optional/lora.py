@@ -57,13 +57,13 @@ class Lora:
 
 
 def add(
-    args: Any, model: PreTrainedModel, source: weights.Source,
+    args: Any, model: PreTrainedModel, initial: weights.Initial,
     blocks: tuple[type[nn.Module], ...], tokenizer: Tokenizer,
 ) -> None:  # fmt: skip
     """Given a script's arguments with --lora-rank, freeze a model on meta, and add fp32 adapters of
     the projections in its `blocks`. Frozen weights are stored in the compute dtype, with
     --load-in-4bit the blocks' projections in NF4, and the adapters' initial values in rank 0's
-    `source`. Raise Problem if a target is not a projection."""
+    `initial`. Raise Problem if a target is not a projection."""
     options, name = args.adapters, args.model.model_name
     if not options.lora_rank:
         return
@@ -99,28 +99,28 @@ def add(
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     # One value per tensor shows whether a resume has the same base model.
-    values = sorted((name, x.flatten()[x.numel() // 2].item()) for name, x in source.items())
+    values = sorted((name, x.flatten()[x.numel() // 2].item()) for name, x in initial.items())
     base_digest = ranks.on_rank_zero(digest, values)[:8]
-    if source:  # on rank 0
-        fill_source(source, model)
-    check_markers(model, source, tokenizer)
+    if initial:  # on rank 0
+        fill_initial(initial, model)
+    check_markers(model, initial, tokenizer)
     flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
     flags += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
     model.adapters = config
     model.adapters_identity = f"{flags}, base {base_digest}"
 
 
-def fill_source(source: weights.Source, model: nn.Module) -> None:
-    """Give the tensors in rank 0's `source` the names that they have next to adapters, and add the
+def fill_initial(initial: weights.Initial, model: nn.Module) -> None:
+    """Give the tensors in rank 0's `initial` the names that they have next to adapters, and add the
     adapters' initial values, which are peft's."""
     for name, parameter in model.named_parameters():
         base_name = name.replace(".base_layer.", ".")
-        if base_name in source:
-            source[name] = source.pop(base_name)
+        if base_name in initial:
+            initial[name] = initial.pop(base_name)
         elif ADAPTER in name:
-            source[name] = torch.zeros(parameter.shape)
+            initial[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
-                nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+                nn.init.kaiming_uniform_(initial[name], a=math.sqrt(5))
 
 
 def pack(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -157,17 +157,17 @@ def projections(
     return layers, sorted(set(chosen or names))
 
 
-def check_markers(model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer) -> None:
+def check_markers(model: PreTrainedModel, initial: weights.Initial, tokenizer: Tokenizer) -> None:
     """Print a line if adapters freeze the embeddings of chat markers that were never trained: rows
     that are all zero, or equal to each other."""
-    if not source:  # on other ranks than 0
+    if not initial:  # on other ranks than 0
         return
     embedding = model.get_input_embeddings().weight
     name = next(name for name, x in model.named_parameters() if x is embedding)
     rows = {}
     for token, i in tokenizer.get_added_vocab().items():
         if token in str(tokenizer.chat_template) and i < len(embedding):
-            rows[token] = tuple(source[name][i].tolist())
+            rows[token] = tuple(initial[name][i].tolist())
     counts = Counter(rows.values())
     untrained = [token for token, row in rows.items() if counts[row] > 1 or not any(row)]
     if untrained:

@@ -79,3 +79,19 @@ def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, mon
     assert start(gpt2_fsdp, *flags, output) == 0
     assert losses(output, "val") == losses(tmp_path / "whole", "val")
     check_equal_weights(output / "best", tmp_path / "whole/best")
+
+
+def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
+    """The run that could not write it ends with an error, but has written final/."""
+    output = tmp_path / "run"
+    flags = [*flags, "--batch-size", 4, "--eval-every", 0, "--max-steps", 3, "--output-dir", output]
+    output.mkdir()
+    (output / "tmp-best").touch()  # the directory cannot be created
+    assert start(gpt2_fsdp, *flags) == 1
+    assert "error: best/ could not be written. Run the same command" in capfd.readouterr().err
+    assert status(output) == "running" and (output / "final").is_dir()
+    (output / "tmp-best").unlink()
+    for _ in range(2):
+        assert start(gpt2_fsdp, *flags) == 0 and status(output) == "finished"
+        check_equal_weights(output / "best", output / "final")
+    assert [line["step"] for line in metrics(output, "val")] == [0, 3]

@@ -1,6 +1,7 @@
 """An export has its base's settings and tokenizer files, and replaces a directory when complete."""
 
 import copy
+import dataclasses
 import filecmp
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from conftest import weights as stored
 from plain import save
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_weights import T5, VISION
+from test_weights import GPT2, T5, VISION
 from torch import nn
 
 import chat_dataset
@@ -72,8 +73,8 @@ def change(path: Path, **settings: object) -> dict:
 
 def load(model_class: type, config: object, directory: Path | None) -> nn.Module:
     """Return a model of a directory, or random, loaded as the scripts do on one process."""
-    model, source = weights.new_model(model_class, config, directory)
-    return model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
+    model, initial = weights.new_model(model_class, config, directory)
+    return model.apply(weights.Initializer(model, initial, torch.device("cpu")).fill)
 
 
 def export_base(base: Path, final: Path, kind: str, dtype: str = "fp32") -> dict:
@@ -148,6 +149,10 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
     exported = export_base(base, final, "Gemma3ForCausalLM")
     assert exported["architectures"] == ["Gemma3ForCausalLM"]
     assert exported.items() >= (text | {"model_type": "gemma3_text"}).items()
+    fields = {field.name for field in dataclasses.fields(transformers.Gemma3TextConfig)}
+    assert {"query_pre_attn_scalar", "rms_norm_eps", "head_dim"} <= fields
+    assert exported.keys() >= fields  # programs have other defaults for the part alone
+    assert exported["use_cache"] is True
     loaded = transformers.AutoModelForCausalLM.from_pretrained(final)
     expected = config.text_config.to_dict()
     for name in ("rope_parameters", "layer_types", "sliding_window", "tie_word_embeddings"):
@@ -162,6 +167,28 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
     export_base(base, final, "Gemma3ForCausalLM")
     after = load_file(final / "model.safetensors")
     assert all(x.equal(before[k]) for k, x in after.items()) and after.keys() == before.keys()
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+@pytest.mark.parametrize("needs_weights", [False, True])
+def test_tensors_have_the_names_of_the_base_s_file(
+    needs_weights, has_prefix, process_group, tmp_path
+):
+    """GPT-2's file on the hub lacks the prefix "transformer.". It is the same after a resume."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    own = transformers.GPT2LMHeadModel
+    save(own(transformers.GPT2Config(**GPT2 | {"tie_word_embeddings": False})), base)
+    if not has_prefix:
+        tensors = load_file(base / "model.safetensors")
+        tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
+    model, initial = weights.new_model(kind, config, directory, needs_weights)
+    model.apply(weights.Initializer(model, initial, torch.device("cpu")).fill)
+    export.export_model(model, tokenizer, final, "fp32")
+    before, after = (load_file(path / "model.safetensors") for path in (base, final))
+    assert before.keys() == after.keys()
+    assert not needs_weights or all(torch.equal(x, after[name]) for name, x in before.items())
 
 
 def random_llama() -> nn.Module:

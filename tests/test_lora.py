@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import WIDE, check_equal_weights, error_lines, launch, losses, metrics, weights
+from conftest import (
+    ROOT,
+    WIDE,
+    check_equal_weights,
+    error_lines,
+    launch,
+    losses,
+    metrics,
+    weights,
+)
 from copied import edited_script
 from in_process import start
 from parity import HYBRID, check_parity, held_out_loss, plain_steps, run_worker, val_rows
@@ -180,7 +189,10 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     for extra, message in (
         (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9"),
         (["--output-dir", tmp_path / "nothing"], "no checkpoint in --output-dir"),
-        (["--model-name", run / "final"], "final has adapters, which are not read. Pass a merged"),
+        (
+            ["--model-name", run / "final"],
+            "final has adapters. Pass a merged model, or the",
+        ),
     ):
         assert start(llama_fsdp, *command, *extra) == 1
         assert message in capfd.readouterr().err
@@ -230,12 +242,38 @@ def test_one_rank_resumes_two(flags, wide_llama, tmp_path, capfd):
     assert held_out_loss(merged, documents) == pytest.approx(losses(one_run, "val")[8], rel=1e-5)
 
 
-RETURN = "    return model, blocks, tokenizer, source\n"
+def test_merged_model_has_the_settings_and_files_of_its_base(chats, llama_directory, tmp_path):
+    """By the recipe in docs/adapters.md, for a base in the form of Transformers 4."""
+    base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    (base / "config.json").write_text(json.dumps(config))
+    flags = ["--model-name", base, "--dataset", chats, "--max-seq-length", "64", *LORA]
+    flags += ["--max-steps", "2", "--lr", "1e-2", "--output-dir", tmp_path / "run"]
+    assert start(llama_fsdp, *flags) == 0
+    document = (ROOT / "docs/adapters.md").read_text()
+    (recipe,) = (text for text in document.split("```") if "merge_and_unload" in text)
+    recipe = recipe.removeprefix("python").replace("output/qlora", str(tmp_path / "run"))
+    exec(recipe, names := {})
+    merged = json.loads((tmp_path / "run/merged/config.json").read_text())
+    for key in merged.keys() | config.keys():
+        is_equal = key in merged and merged[key] == config.get(key)
+        assert is_equal or key in ("dtype", "torch_dtype", "transformers_version"), key
+    for path in base.glob("*token*"):
+        if path.name != "tokenizer_config.json":  # it gains the chat template
+            assert (tmp_path / "run/merged" / path.name).read_bytes() == path.read_bytes()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "run/merged", dtype=torch.bfloat16)
+    for name, tensor in names["model"].state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+
+
+RETURN = "    return model, blocks, tokenizer, initial\n"
 T5_CHANGES = {  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     "import policies\n": "import policies\nfrom optional import lora\n",
     "    model: Model = field": "    adapters: lora.Lora = field(default_factory=lora.Lora)\n"
     "    model: Model = field",
-    RETURN: f"    lora.add(args, model, source, blocks, tokenizer)\n{RETURN}",
+    RETURN: f"    lora.add(args, model, initial, blocks, tokenizer)\n{RETURN}",
     "export_model(": "lora.export_model(",
 }
 

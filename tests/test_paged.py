@@ -35,6 +35,6 @@ def test_ten_steps_equal_plain_pytorch_and_resume(variant, results, llama_direct
 
 
 @pytest.mark.parametrize("flags", [["--fsdp", "2"], ["--lora-rank", "4"]])
-def test_fsdp2_is_refused(flags, capfd):
+def test_fsdp2_and_adapters_are_refused(flags, capfd):
     assert start(llama_fsdp, "--optimizer", "paged_adamw_32bit", *flags) == 1
-    assert "rejects DTensors" in capfd.readouterr().err
+    assert "needs --fsdp 1, and no --lora-rank: it rejects DTensors" in capfd.readouterr().err

@@ -68,6 +68,19 @@ def test_summaries_equal_those_of_transformers(count, expected, t5_directory, pr
         assert source == reference == text
 
 
+def test_final_is_written_before_summaries_that_fail(t5_directory, tmp_path):
+    """Transformers divides by the 0 beams in the base's generation config."""
+    model = Path(shutil.copytree(t5_directory, tmp_path / "model"))
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(settings | {"num_beams": 0}))
+    data = tmp_path / "rows.csv"
+    data.write_text("text,headline\n" + "".join(f"{i} and more,the sum\n" for i in range(40)))
+    flags = ["--dataset", data, "--model-name", model, "--max-steps", 1, "--output-dir", tmp_path]
+    with pytest.raises(ZeroDivisionError):
+        start(T5_training, *flags)
+    T5ForConditionalGeneration.from_pretrained(tmp_path / "final")
+
+
 def test_two_processes_evaluate_like_one_and_like_the_training(t5_directory, tmp_path):
     """All report the same loss and beam search texts. The base's generation settings that would
     change the outputs are ignored, and exported. A damaged checkpoint has no effect."""

@@ -283,7 +283,7 @@ def build(
     """Return the model of a config on meta and the classes of its blocks: the script's own model,
     or the one that the Auto class has for it. Of a multimodal model, return the text part. Raise
     Problem if there is none."""
-    config, kind = weights.model_class(config, script.MODEL)
+    config, kind = weights.choose_class(config, script.MODEL)
     if kind is None:
         raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which "
                             f"{script.__name__} cannot train. {script.OTHER}")  # fmt: skip

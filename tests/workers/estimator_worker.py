@@ -37,9 +37,9 @@ def count(name: str, times: int, position: int) -> None:
 
 def step(script: ModuleType, args: Any, device: torch.device) -> dict[str, float]:
     """Return the bytes stored after the backward pass and after the step, and the bytes sent."""
-    model, blocks, _, source = script.load_model(args, True)
+    model, blocks, _, initial = script.load_model(args, True)
     shapes = weights.whole_shapes(model)
-    model = script.wrap_model(args, device, model, blocks, source)
+    model = script.wrap_model(args, device, model, blocks, initial)
     optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}

@@ -32,11 +32,11 @@ IDS = torch.arange(5, 37)[None]
 def load(kind: type, config: object, directory: Path, way: str) -> nn.Module:
     """Return the model in a directory, with a class derived and wrapped as in the scripts."""
     subclass = type("LossModel", (kind,), {"__module__": __name__})
-    model, source = weights.new_model(subclass, config, directory)
+    model, initial = weights.new_model(subclass, config, directory)
     blocks = policies.layer_classes(model, GPT2LMHeadModel, gpt2_fsdp.BLOCKS)
     args = parse_args(gpt2_fsdp, strategy_flags(way))
-    model = gpt2_fsdp.wrap_model(args, torch.device("cpu"), model, blocks, source)
-    assert not source, "rank 0 still holds the weights that it read"
+    model = gpt2_fsdp.wrap_model(args, torch.device("cpu"), model, blocks, initial)
+    assert not initial, "rank 0 still holds the weights that it read"
     return model.eval()
 
 
@@ -66,7 +66,7 @@ def check(directory: Path, way: str, output: Path) -> list[str]:
     """Load and export a model. Return the problems; those of the files only on rank 0."""
     config = AutoConfig.from_pretrained(directory)
     own = T5ForConditionalGeneration if config.is_encoder_decoder else GPT2LMHeadModel
-    config, kind = weights.model_class(config, own)
+    config, kind = weights.choose_class(config, own)
     weights.prepare_config(config)
     mapping = {r"^language_model\.": ""}  # the text part of a multimodal model
     options = {"key_mapping": mapping} if "text part" in directory.name else {}

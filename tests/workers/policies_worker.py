@@ -131,8 +131,8 @@ def try_strategy(
 def evaluate_twice(args: gpt2_fsdp.Args, device: torch.device) -> list[float]:
     """Return the loss before and after all weights are halved."""
     torch.manual_seed(0)
-    model, blocks, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
-    model = gpt2_fsdp.wrap_model(args, device, model, blocks, source)
+    model, blocks, _, initial = gpt2_fsdp.load_model(args, needs_weights=True)
+    model = gpt2_fsdp.wrap_model(args, device, model, blocks, initial)
     batch = block_dataset.collate(startup_checks.blocks())
     losses = []
     with torch.no_grad():

@@ -32,8 +32,8 @@ def main(plain: bool, output: str, flags: list[str]) -> None:
     script = importlib.import_module(SCRIPT)
     from core import ranks, weights
 
-    def load(args: Any, device: Any, model: Any, blocks: Any, source: Any) -> Any:
-        return model.apply(weights.Loader(model, source, device).fill)
+    def load(args: Any, device: Any, model: Any, blocks: Any, initial: Any) -> Any:
+        return model.apply(weights.Initializer(model, initial, device).fill)
 
     for name, value in script.MODEL.config_class().to_dict().items():
         if "drop" in name and isinstance(value, float):
