@@ -23,8 +23,8 @@ class LossHead(nn.Linear):
     def __init__(self, head: nn.Linear, config: PretrainedConfig, token_loss: Callable) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
         # Cohere's name, and Granite's for the inverse.
-        self.scale = getattr(config, "logit_scale", None) or 1.0  # MPT has None
-        self.scale /= getattr(config, "logits_scaling", 1.0)
+        scale = getattr(config, "logit_scale", None) or 1.0  # MPT has None
+        self.scale = scale / getattr(config, "logits_scaling", 1.0)
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.token_loss = token_loss
 
@@ -40,7 +40,7 @@ class LossHead(nn.Linear):
             total += self.token_loss(self.loss_logits(part, self.weight, self.bias), labels)
         return total
 
-    def loss_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def loss_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits in fp32, scaled and capped as the model's own forward does."""
         logits = F.linear(hidden, weight, bias).float()
         if self.scale != 1:
@@ -52,24 +52,29 @@ class LossHead(nn.Linear):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, head: LossHead, targets: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+    def forward(
+        ctx: Any, head: LossHead, targets: Tensor, hidden: Tensor, weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Return the summed loss; keep its gradients for hidden states, weight and bias."""
-        dtype = F.linear(hidden[:0], head.weight).dtype  # also with autocast
+        dtype = F.linear(hidden[:0], weight).dtype  # also with autocast
         if dtype == torch.float16:  # no loss scale keeps these gradients in its range yet
             dtype = torch.float32
-        weights = [x if x is None else x.detach().to(dtype) for x in weights]
-        trained = [x for x in weights if x is not None and any(ctx.needs_input_grad[3:])]
+        weights = [x.detach().to(dtype) for x in (weight, bias) if x is not None]
+        trained = weights if any(ctx.needs_input_grad[3:]) else []
+        # Sum the chunks' gradients in fp32, so that they are rounded once.
         sums = [torch.zeros_like(x.requires_grad_(), dtype=torch.float32) for x in trained]
         hidden_gradient = torch.empty_like(hidden, dtype=dtype)
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
+            part = hidden[chunk].detach().to(dtype).requires_grad_()
             with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
-                part = hidden[chunk].detach().to(dtype).requires_grad_()
                 loss = head.token_loss(head.loss_logits(part, *weights), targets[chunk])
-                hidden_gradient[chunk], *gradients = torch.autograd.grad(loss, [part, *trained])
-            for one, gradient in zip(sums, gradients, strict=True):
-                one += gradient  # in fp32, to be rounded once
+                part_gradient, *gradients = torch.autograd.grad(loss, [part, *trained])
+            hidden_gradient[chunk] = part_gradient
+            for gradient_sum, gradient in zip(sums, gradients, strict=True):
+                gradient_sum += gradient
             total += loss.detach()
         ctx.save_for_backward(hidden_gradient, *sums)
         return total
@@ -78,5 +83,6 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         """Return the kept gradients times `factor`; autograd casts them to their inputs' dtypes."""
         # With a dimension, or a scalar would be rounded to bf16 before it multiplies.
-        hidden_gradient, *sums = (x.mul_(factor[None]) for x in ctx.saved_tensors)
-        return None, None, hidden_gradient, *sums, *[None] * (2 - len(sums))
+        gradients = [gradient.mul_(factor[None]) for gradient in ctx.saved_tensors]
+        gradients += [None, None]  # of a frozen weight, and of a bias that is frozen or missing
+        return None, None, *gradients[:3]
