@@ -193,9 +193,9 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
-    packed.set_kernel(args, config, kind)  # optional: packed_attention
-    kind = type("LossModel", (LossModel, kind), {})
-    model, source = weights.new_model(kind, config, directory, needs_weights)
+    packed.set_kernel(args, config, model_class)  # optional: packed_attention
+    model_class = type("LossModel", (LossModel, model_class), {})
+    model, initial = weights.new_model(model_class, config, directory, needs_weights)
     add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
