@@ -12,7 +12,7 @@
 # network, carry wheels/, made by the command below. LoRA also needs peft, QLoRA bitsandbytes.
 #
 #   pip wheel --no-deps -w wheels tyro docstring-parser typeguard datasets multiprocess dill \
-#       filelock nltk defusedxml rouge-score pytest-xdist execnet
+#       filelock nltk defusedxml rouge-score ninja pytest-xdist execnet
 set -u
 cd "$(dirname "$0")/.." || exit 1
 out=$(realpath -m "$1")
@@ -32,6 +32,7 @@ run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many sec
         echo "$name: no time left" | tee -a "$out/summary.txt"
         return
     fi
+    [ -z "$tiny" ] || limit=$((10 * limit))  # the CPU may be slow
     ((limit < left)) || limit=$left
     timeout --kill-after=10 "$limit" python "$@" >"$out/$name.txt" 2>&1
     local code=$?

@@ -116,7 +116,7 @@ PHASES = [pytest.param(x, marks=() if x in "bf" else pytest.mark.slow) for x in 
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_command_for_one_borrowed_gpu_starts_on_a_cpu(phase, tmp_path):
     """Tests of phase f are skipped without a GPU."""
-    plan(tmp_path, phase, TINY="1", LIMIT="900")
+    plan(tmp_path, phase, TINY="1", LIMIT="3600")
     summary = (tmp_path / "summary.txt").read_text()
     codes = re.findall(r"^(\S+): exit code (\d+)", summary, re.M)
     assert codes
