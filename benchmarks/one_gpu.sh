@@ -13,6 +13,7 @@
 #
 #   pip wheel --no-deps -w wheels tyro docstring-parser typeguard datasets multiprocess dill \
 #       filelock nltk defusedxml rouge-score ninja pytest-xdist execnet
+# shellcheck disable=SC2086  # words of commands are split
 set -u
 cd "$(dirname "$0")/.." || exit 1
 out=$(realpath -m "$1")
@@ -21,7 +22,8 @@ phases=${*:-a b c d e f}
 deadline=$((SECONDS + ${LIMIT:-585}))
 tiny=${TINY:-}
 mkdir -p "$out"
-export HF_HUB_OFFLINE=1 PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 STAGED_BUILD=${STAGED_BUILD:-$out/staged}
+export PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
 # torchrun ends ranks that ignore SIGTERM after this time.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
 
@@ -30,7 +32,7 @@ run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many sec
     shift 2
     if ((left < 5)); then
         echo "$name: no time left" | tee -a "$out/summary.txt"
-        return
+        return 1
     fi
     [ -z "$tiny" ] || limit=$((10 * limit))  # the CPU may be slow
     ((limit < left)) || limit=$left
@@ -40,6 +42,7 @@ run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many sec
         echo "$name: exit code $code after $((SECONDS - start)) of $limit s"
         grep -E "^\| |batch that fits|[0-9]+ (passed|failed|skipped)" "$out/$name.txt"
     } | tee -a "$out/summary.txt"
+    return $code
 }
 
 tests() {  # NAME SECONDS FLAGS...: run tests, on many cores if pytest-xdist is installed
@@ -50,7 +53,7 @@ tests() {  # NAME SECONDS FLAGS...: run tests, on many cores if pytest-xdist is 
 }
 
 phase_a() {  # several ranks on this GPU: losses, a kill, a resume with other ranks, the export
-    run a-build 90 tests/gpu/staged.py
+    run a-build 90 tests/gpu/staged.py || return
     tests a-ranks 170 tests/test_ranks_on_one_gpu.py ${tiny:+-m "not slow"}
 }
 

@@ -10,6 +10,7 @@ but nothing of NCCL, speed or overlap. It needs g++ and ninja. Without a GPU it 
 import os
 import runpy
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,9 @@ def build() -> ModuleType:
     default = Path.home() / ".cache" / f"staged-{torch.__version__}"
     directory = Path(os.environ.get("STAGED_BUILD", default))
     directory.mkdir(parents=True, exist_ok=True)
+    lock = directory / "lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime > 600:
+        lock.unlink()  # of a build that was killed: torch would wait for it forever
     flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     return cpp_extension.load(
         "staged", [str(SOURCE)], extra_cflags=flags, build_directory=directory, with_cuda=False
