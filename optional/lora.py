@@ -104,8 +104,10 @@ def add(
     if initial:  # on rank 0
         fill_initial(initial, model)
     check_markers(model, initial, tokenizer)
-    flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
-    flags += " ".join(targets) + options.load_in_4bit * " --load-in-4bit"
+    flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g}"
+    flags += f" --lora-targets {' '.join(targets)}"
+    if options.load_in_4bit:
+        flags += " --load-in-4bit"
     model.adapters = config
     model.adapters_identity = f"{flags}, base {base_digest}"
 
