@@ -153,6 +153,11 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
     assert {"query_pre_attn_scalar", "rms_norm_eps", "head_dim"} <= fields
     assert exported.keys() >= fields  # programs have other defaults for the part alone
     assert exported["use_cache"] is True
+    whole = transformers.AutoConfig.from_pretrained(base)
+    whole.text_config.sliding_window = 9
+    merged = export.merge_settings(whole, base / "config.json")["text_config"]
+    expected = settings["text_config"] | {"sliding_window": 9}
+    assert {key for key in merged | expected if merged.get(key) != expected.get(key)} <= {"dtype"}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(final)
     expected = config.text_config.to_dict()
     for name in ("rope_parameters", "layer_types", "sliding_window", "tie_word_embeddings"):
