@@ -5,7 +5,6 @@ together."""
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +169,8 @@ def check_markers(model: PreTrainedModel, initial: weights.Initial, tokenizer: T
     for token, i in tokenizer.get_added_vocab().items():
         if token in str(tokenizer.chat_template) and i < len(embedding):
             rows[token] = tuple(initial[name][i].tolist())
-    counts = Counter(rows.values())
-    untrained = [token for token, row in rows.items() if counts[row] > 1 or not any(row)]
+    all_rows = list(rows.values())
+    untrained = [token for token, row in rows.items() if all_rows.count(row) > 1 or not any(row)]
     if untrained:
         ranks.print0(f"The base has no trained embeddings of {' '.join(untrained)}, and adapters "
                      "freeze them. Pass --chat-template llama-2 or train all weights.")  # fmt: skip

@@ -127,4 +127,4 @@ def score(triples: Triples) -> dict[str, float]:
         return {}
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
-    return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}
+    return {name: 100 * mean(row[name].fmeasure for row in scores) for name in scores[0]}
