@@ -73,7 +73,7 @@ class Run:
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None
-    """steps between validations, besides those of epochs; None: only those; 0: only at the end"""
+    """validate every N steps, each epoch and at the end; None: not every N; 0: only at the end"""
     save_every: Size = 50
     """save a checkpoint every N steps, after each epoch and at the end; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
@@ -103,7 +103,7 @@ class Optim:
     gradient_accumulation_steps: Count = 1
     """micro-batches per step"""
     global_batch_size: Size = 0
-    """samples per step, in micro-batches of at most --batch-size; 0: by the two flags above"""
+    """samples per step, in micro-batches of at most --batch-size; 0: the two flags above decide"""
     accumulate_no_sync: Switch = False
     """communicate once per step; each process then holds the whole gradient"""
     num_workers: Size = 0
