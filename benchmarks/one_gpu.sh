@@ -90,11 +90,13 @@ phase_d() {  # the Trainer beside our scripts
 phase_e() {  # the largest batch of rank 0 of 2 in 24 GB, as in huggingface.co/blog/pytorch-fsdp
     local search="--ranks 2 --length 128 --precision fp32 --memory-limit-gb 24 --largest-batch"
     local models="gpt2-xl gpt2-large" model strategy at_once
+    local strategies=(full_shard shard_grad_op ddp)
     [ -z "$tiny" ] || models="tiny-gpt2" search+=" --max-batch-size 2"
+    # Offloaded shards are pinned, which needs a GPU.
+    [ -n "$tiny" ] || strategies+=("full_shard --cpu-offload" "shard_grad_op --cpu-offload")
     at_once=$(python -c "import torch; print(torch.cuda.mem_get_info()[1] // 26_000_000_000)")
     for model in $models; do
-        for strategy in full_shard "full_shard --cpu-offload" shard_grad_op \
-            "shard_grad_op --cpu-offload" ddp; do
+        for strategy in "${strategies[@]}"; do
             while (($(jobs -rp | wc -l) >= ${at_once:-2})); do
                 wait -n
             done
