@@ -76,7 +76,7 @@ def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) 
                 draw_points(axis, validations, key, "o", color=color, label=label)
         axis.set_title(PANELS[key], loc="left", fontsize=11)
         if key != "loss":
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.1 * axis.dataLim.y1)
         axis.grid(alpha=0.3)
     axes.flat[0].legend()
     axes.flat[-1].set_xlabel("optimizer step")
