@@ -303,7 +303,8 @@ def train(
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler)
-    state.identity |= ranks.compare_ranks(more_identity(model, tokenizer))
+    more = ranks.compare_ranks(more_identity(model, tokenizer))
+    state.identity = more | state.identity  # first: a message names the first difference
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     snapshot = checkpoint.snapshot
@@ -505,7 +506,7 @@ def run_without_training(
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
         identity = {"model": checkpoint.model_identity(model, shapes)}
-        identity |= more_identity(model, tokenizer)
+        identity = more_identity(model, tokenizer) | identity
         names = weights.saved_names(model)
         names -= lora.frozen_names(model)  # optional: lora
         checkpoint.compare_runs(newest, identity)
