@@ -269,7 +269,7 @@ def train(
     model: nn.Module,
     tokenizer: Tokenizer,
     train_set: Any,
-    val_sets: dict[str, Any],
+    val_sets: dict,
     shapes: weights.Shapes,
     newest: Path | None,
 ) -> bool:
@@ -303,6 +303,8 @@ def train(
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler)
+    state.flags = vars(args.model) | vars(args.optim)
+    state.flags |= vars(args.adapters)  # optional: lora
     more = ranks.compare_ranks(more_identity(model, tokenizer))
     state.identity = more | state.identity  # first: a message names the first difference
     names = weights.saved_names(model)
@@ -432,7 +434,7 @@ def evaluate(
     device: torch.device,
     model: nn.Module,
     tokenizer: Tokenizer,
-    val_sets: dict[str, Any],
+    val_sets: dict,
     state: State,
     log: Log,
     stop: StopRequest,
@@ -471,9 +473,9 @@ def validation(
     args: Args,
     device: torch.device,
     model: nn.Module,
-    val_sets: dict[str, Any],
+    val_sets: dict,
     stop: StopRequest,
-) -> dict[str, Any]:
+) -> dict:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Every example
     counts once. Call on all ranks; all raise Stopped if one was asked to stop."""
     totals = {}  # the summed loss and the number of targets, by data set

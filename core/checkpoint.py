@@ -40,7 +40,7 @@ NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # What a resume takes from its own start, or needs no more.
-OF_START = ("identity", "hyperparameters", "files", "processes", "sums")
+OF_START = ("identity", "flags", "hyperparameters", "files", "processes", "sums")
 
 
 @dataclass
@@ -48,7 +48,7 @@ class State:
     """What a step depends on, besides the model, its optimizers and random numbers, and what the
     run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
 
-    identity: dict[str, Any]  # must stay the same in a resume
+    identity: dict  # must stay the same in a resume
     hyperparameters: list[dict[str, str]]  # one for each group of the optimizers
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks, without padding
@@ -57,7 +57,8 @@ class State:
     best_step: int = 0
     logged_step: int = 0  # the last train event's in metrics.jsonl
     loss_sums: list[float] = field(default_factory=list)  # each rank's, since that event
-    scaler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict = field(default_factory=dict)
+    flags: dict = field(default_factory=dict)  # a resume prints which have changed
 
     def own_loss_sum(self) -> float:
         """Return this rank's loss sum, or its share if another number of ranks saved them."""
@@ -111,7 +112,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
     return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
 
 
-def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
+def compare_runs(path: Path | None, identity: dict) -> dict:
     """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
     identity is not as in `identity`: a different run saved it. Any rank."""
     if path is None:
@@ -136,9 +137,7 @@ def check_evaluated(output: Path, model_name: str) -> None:
                       f"{output}/final (by --export-only), or all flags of the run.")  # fmt: skip
 
 
-def snapshot(
-    model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
-) -> dict[str, Any]:
+def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
     """Return nested dicts of the tensors to save: the `names` of a model's tensors, the moments of
     its optimizers, and random states. Under FSDP1 they are copies in host memory, else the tensors
     that are trained. Raise Problem if an optimizer has values that would not be saved."""
@@ -162,8 +161,8 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
 
 
 def save(
-    run: Run, tensors: dict[str, Any], state: State, must_succeed: bool = True,
-    file_sums: Callable[[Path], dict[str, Any]] = lambda _: {},
+    run: Run, tensors: dict, state: State, must_succeed: bool = True,
+    file_sums: Callable = lambda _: {},
     group: dist.ProcessGroup | None = None,
 ) -> bool:  # fmt: skip
     """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, and write the
@@ -209,7 +208,7 @@ def _write_full(path: Path) -> None:
         raise OSError(str(error)) from None
 
 
-def _finish(run: Run, path: Path, state: State, sums: list[dict[str, Any]]) -> None:
+def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
     """Complete a checkpoint, delete old ones and write the status. Rank 0 only."""
     values = dict(vars(state))
     values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
@@ -224,7 +223,7 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict[str, Any]]) -> N
     write_status(run.output_dir, "running")
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict:
     """Return the values in a checkpoint's train_state.json. Any rank."""
     return json.loads((path / STATE).read_text())
 
@@ -287,6 +286,10 @@ def load(
     """Load a snapshot, and into `state` the values that were saved with it, except those of this
     start. Raise Problem if the identity was another: it is a different run."""
     saved = compare_runs(path, state.identity)
+    for name, value in state.flags.items():
+        was = saved["flags"].get(name)
+        if json.dumps(value) != json.dumps(was):  # JSON has no tuples
+            print0(f"--{name.replace('_', '-')} is {value}, was {was}.")
     print0(f"Resuming from {path}")
     load_weights(path, model, names)  # first, so that a state dict of both is never in memory
     load_moments(path, model, optimizers)
@@ -326,7 +329,7 @@ def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> N
     dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=options)
 
 
-def load_random_states(path: Path, saved: dict[str, Any]) -> None:
+def load_random_states(path: Path, saved: dict) -> None:
     """Restore the random generators of this rank; reseed them if another number of processes saved
     the checkpoint, whose train_state.json has the values `saved`."""
     size = dist.get_world_size()
@@ -362,6 +365,6 @@ def _random_states() -> dict[str, Tensor]:
     return states
 
 
-def read(path: Path, tensors: dict[str, Any]) -> None:
+def read(path: Path, tensors: dict) -> None:
     """Fill nested dicts of tensors in place with this rank's parts of a checkpoint."""
     dcp.load(tensors, checkpoint_id=path, process_group=ranks.cpu_group)

@@ -178,7 +178,7 @@ def check_markers(model: PreTrainedModel, initial: weights.Initial, tokenizer: T
 
 def export_model(
     model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: str,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: Callable = lambda: None,
 ) -> None:  # fmt: skip
     """Write a model as `core.export` does or, if it has adapters, these, in fp32, as a directory
     that `PeftModel.from_pretrained` loads."""

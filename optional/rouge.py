@@ -74,7 +74,7 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
 @torch.no_grad()
 def summarize(
     args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Callable,
-    val_sets: dict[str, Any],
+    val_sets: dict,
 ) -> Triples:  # fmt: skip
     """Return source, reference and generated text of --rouge-samples samples of the first set, on
     all ranks, each of which generates its share. `args` are those of the script."""

@@ -235,7 +235,10 @@ def test_finished_run_exports_again_and_can_train_longer(finished, flags, capfd)
         check_equal_runs(finished, whole)
         assert status(finished) == "finished" and len(metrics(finished, "done")) == 1
     more = ["--lr", "1e-4", "--weight-decay", "0.5", "--max-steps", "6"]
+    capfd.readouterr()
     assert run(flags, finished, *more) == 0
+    output = capfd.readouterr().out
+    assert "--lr is 0.0001, was 0.001." in output and "--weight-decay is 0.5, was 0.01." in output
     assert status(finished) == "finished" and list(losses(finished)) == [1, 2, 3, 4, 5, 6]
 
 
