@@ -243,7 +243,7 @@ def wrap_model(
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
         )
-    if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
+    if sharding.activation_checkpointing:  # after FSDP, so that FSDP1 is the outer wrapper
         checkpoint_wrapper.apply_activation_checkpointing(
             model, check_fn=lambda module: isinstance(module, blocks)
         )
@@ -417,7 +417,8 @@ def train(
             del tensors  # FSDP1's are copies
             if is_saved:
                 log.write("save")
-        if is_stopping and (not is_last or state.eval_due):
+        is_unfinished = not is_last or state.eval_due
+        if is_stopping and is_unfinished:
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()

@@ -179,7 +179,7 @@ def checked(args: Any) -> Any:
             flag = "--" + name.replace("_", "-")
             if isinstance(value, tuple) and words.count(flag) > 1:
                 problems.append(f"Pass {flag} once, with all its values.")
-            limit = getattr(hints[name], "__metadata__", [None])[0]
+            limit, *_ = getattr(hints[name], "__metadata__", [None])
             if not isinstance(limit, Range) or value is None:
                 continue
             low, high = limit

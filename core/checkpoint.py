@@ -311,14 +311,14 @@ def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
 def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the states of a model's optimizers, but not their settings."""
     options = _options(model)
-    # With a gradient, as a forward pass leaves on offloaded parameters, DCP would create no moments
-    # to load into.
+    # DCP creates moments to load into by a step of the optimizer, but not if there are gradients,
+    # which a forward pass leaves on offloaded parameters.
     model.zero_grad()
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=options)
     for optimizer in optimizers:
         if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
-            # FSDP1 has just created zero moments, and `moments` holds copies. Free all but one
-            # parameter's: with none left, PyTorch would create them again.
+            # That step created moments, and under FSDP1 `moments` holds copies. Free all but one
+            # parameter's: if none were left, set_optimizer_state_dict would create them again.
             for parameter in list(optimizer.state)[1:]:
                 del optimizer.state[parameter]
     # Only parameters that have had a gradient have moments in the checkpoint.

@@ -61,9 +61,11 @@ class _ChunkedLoss(torch.autograd.Function):
         if dtype == torch.float16:  # no loss scale keeps these gradients in its range yet
             dtype = torch.float32
         weights = [x.detach().to(dtype) for x in (weight, bias) if x is not None]
-        trained = weights if any(ctx.needs_input_grad[3:]) else []
+        trained = []
+        if any(ctx.needs_input_grad[3:]):  # those of weight and bias
+            trained = [tensor.requires_grad_() for tensor in weights]
         # Sum the chunks' gradients in fp32, so that they are rounded once.
-        sums = [torch.zeros_like(x.requires_grad_(), dtype=torch.float32) for x in trained]
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in trained]
         hidden_gradient = torch.empty_like(hidden, dtype=dtype)
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), CHUNK):
@@ -84,5 +86,6 @@ class _ChunkedLoss(torch.autograd.Function):
         """Return the kept gradients times `factor`; autograd casts them to their inputs' dtypes."""
         # With a dimension, or a scalar would be rounded to bf16 before it multiplies.
         gradients = [gradient.mul_(factor[None]) for gradient in ctx.saved_tensors]
-        gradients += [None, None]  # of a frozen weight, and of a bias that is frozen or missing
-        return None, None, *gradients[:3]
+        # Those of hidden states, weight and bias: None for what is frozen or missing.
+        hidden, weight, bias = [*gradients, None, None][:3]
+        return None, None, hidden, weight, bias
