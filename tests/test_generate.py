@@ -21,7 +21,8 @@ def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
 def test_each_line_is_a_prompt(kind, request):
     directory = request.getfixturevalue(f"{kind}_directory")
     lines = generate(directory, "--max-new-tokens", 5, lines="one\ntwo\n")
-    assert lines.returncode == 0 and not lines.stderr, lines.stderr
+    assert lines.returncode == 0
+    assert set(lines.stderr.splitlines()) <= {"The answer is empty."}  # the weights are random
     single = generate(directory, "one", "--max-new-tokens", 5)
     assert lines.stdout.count("\n") >= 2 and lines.stdout.startswith(single.stdout)
 
