@@ -115,3 +115,4 @@ phase_f() {  # the tests for GPUs that have not run, of Llama and of kills
 for phase in $phases; do
     "phase_$phase"
 done
+exit 0 # OUT/summary.txt has the exit codes

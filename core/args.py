@@ -88,9 +88,10 @@ class Run:
     """limit for a collective or download"""
 
     def problems(self, _: Any) -> list[str]:
-        """Return a message if --output-dir is a file."""
-        if self.output_dir.is_file():
-            return [f"--output-dir {self.output_dir} is a file. Pass a directory."]
+        """Return a message if --output-dir is a file, or in one."""
+        for path in (self.output_dir, *self.output_dir.parents):
+            if path.is_file():
+                return [f"--output-dir {path} is a file. Pass a directory."]
         return []
 
 

@@ -117,8 +117,9 @@ def test_only_rank_0_prints_and_the_exit_code_is_1():
 
 def test_file_as_output_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    message = refusal(gpt2_fsdp, "--model-name", "tiny", "--output-dir", tmp_path / "file")
-    assert message == f"--output-dir {tmp_path / 'file'} is a file. Pass a directory."
+    for path in (tmp_path / "file", tmp_path / "file/run"):
+        message = refusal(gpt2_fsdp, "--model-name", "tiny", "--output-dir", path)
+        assert message == f"--output-dir {tmp_path / 'file'} is a file. Pass a directory."
 
 
 def test_values_of_tiny_are_defaults_only():

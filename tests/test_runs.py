@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 import gpt2_fsdp
 from core import export, ranks
+from core.checkpoint import read_state
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +196,13 @@ def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, cap
         export_model(model, tokenizer, path, *rest)
 
     monkeypatch.setattr(gpt2_fsdp, "export_model", fail_third)
-    run(flags, tmp_path, "--max-steps", "4", "--eval-every", "2")
+    flags = [*flags, "--max-steps", "4", "--eval-every", "2"]
+    assert run(flags, tmp_path) == 1
     assert "best/ could not be written (no space left)" in capfd.readouterr().out
-    assert paths == ["best", "best", "best", "final"] and status(tmp_path) == "finished"
-    assert metrics(tmp_path, "done")[0]["best_step"] == 2
+    assert paths == ["best", "best", "best", "final"] and status(tmp_path) == "running"
+    assert read_state(max(tmp_path.glob("checkpoints/*")))["best_step"] == 2
+    assert run(flags, tmp_path) == 0 and status(tmp_path) == "finished"
+    assert paths[4:] == ["best", "final"] and metrics(tmp_path, "done")[0]["best_step"] == 4
 
 
 def test_resume_from_an_older_checkpoint_exports_best_again(flags, tmp_path):
