@@ -127,4 +127,7 @@ def score(triples: Triples) -> dict[str, float]:
         return {}
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
-    return {name: 100 * mean(row[name].fmeasure for row in scores) for name in scores[0]}
+    means = {}
+    for name in scores[0]:
+        means[name] = 100 * mean(row[name].fmeasure for row in scores)
+    return means
