@@ -64,7 +64,6 @@ from core.steps import (
     parameter_groups,
     schedule,
 )
-from core.tables import digest
 
 MODEL = transformers.LlamaForCausalLM
 OTHER = "T5_training.py trains encoder-decoders."
@@ -191,12 +190,12 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     name = args.model.model_name
     directory, config, model_class, tokenizer = weights.open_model(name, MODEL, OTHER, TINY_CONFIG)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
-    chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # in final/ too
+    stops = chat_dataset.set_chat_template(tokenizer, args.data)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
     packed.set_kernel(args, config, model_class)  # optional: packed_attention
     model_class = type("LossModel", (LossModel, model_class), {})
     model, initial = weights.new_model(model_class, config, directory, needs_weights)
-    add_stops(model.generation_config, chat_dataset.answer_ends(tokenizer), tokenizer)
+    add_stops(model.generation_config, stops, tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, initial, blocks, tokenizer)  # optional: lora
@@ -252,7 +251,7 @@ def wrap_model(
 
 def more_identity(model: nn.Module, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what must stay the same in a resume, besides what all scripts compare."""
-    identity = {"chat template": digest(tokenizer.chat_template)[:8]}
+    identity = {"chat template": weights.digest(tokenizer.chat_template)[:8]}
     identity |= lora.identity(model)  # optional: lora
     return identity
 

@@ -330,7 +330,7 @@ def worker(options: argparse.Namespace) -> None:
     device = ranks.setup(args.run.timeout_minutes)
     tokenizer = transformers.AutoTokenizer.from_pretrained(f"./{peer.model}")
     if peer.data is chat_dataset:
-        chat_dataset.set_chat_template(tokenizer, args.data.chat_template)
+        chat_dataset.set_chat_template(tokenizer, args.data)
     train_set, _ = ranks.local_main_process_first(peer.data.load, args.data, tokenizer)
     turns: dict[str, Turns] = {}
     trainers = []

@@ -21,7 +21,6 @@ import policies
 from core import export, ranks, weights
 from core.args import Fraction, Names, Positive, Size, Switch
 from core.ranks import Problem
-from core.tables import digest
 
 ADAPTER = ".lora_"  # part of an adapter's name
 BLOCK = 64  # weights that share a scale
@@ -99,7 +98,7 @@ def add(
             parameter.data = parameter.data.to(dtype)
     # One value per tensor shows whether a resume has the same base model.
     values = sorted((name, x.flatten()[x.numel() // 2].item()) for name, x in initial.items())
-    base_digest = ranks.on_rank_zero(digest, values)[:8]
+    base_digest = ranks.on_rank_zero(weights.digest, values)[:8]
     if initial:  # on rank 0
         fill_initial(initial, model)
     check_markers(model, initial, tokenizer)

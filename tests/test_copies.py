@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SCRIPTS, SHORT, TINY, check_equal_runs, launch, losses, metrics, status
 
-from tools.copy_script import ROOMS, read
+from tools import copy_script
 
 FLAGS = [*TINY, "--num-train-samples", "32", "--num-val-samples", "4", "--batch-size", "1",
          "--save-every", "2", "--max-steps", "10"]  # fmt: skip
-DATA = {"gpt2_fsdp": "block", "T5_training": "summarization", "llama_fsdp": "chat"}
+PREPARE = [*ROOT.glob("prepare/*.py")]
 EACH_SCRIPT = pytest.mark.parametrize("script", SCRIPTS)
 
 
 def rooms_of(script: str) -> list[str]:
-    """Return the optional modules that a script or its data module uses."""
-    texts = [(ROOT / f"{x}.py").read_text() for x in (script, f"{DATA[script]}_dataset")]
-    return sorted(set(re.findall(r"  # optional: (\w+)$", "".join(texts), re.MULTILINE)))
+    """Return the optional parts of a script and of its modules."""
+    return copy_script.rooms_of(copy_script.needed_files(ROOT / f"{script}.py"))
 
 
 def make_copy(script: str, copy: Path, *without: str) -> str:
@@ -27,8 +26,12 @@ def make_copy(script: str, copy: Path, *without: str) -> str:
     flags = ["--without", *without] if without else []
     output = launch(0, "tools/copy_script.py", f"{script}.py", copy, *flags).stdout
     launch(0, "-m", "ruff", "check", ".", cwd=copy)
-    rooms = [path.stem for path in (copy / "optional").glob("*.py")]
-    assert sorted([*rooms, *without]) == rooms_of(script)
+    text = "".join(path.read_text() for path in copy.rglob("*.py"))
+    marks = set(re.findall(r"  # optional: (\w+)$", text, re.MULTILINE))
+    inner = set(rooms_of(script)) - marks - {*without}
+    assert not inner or "prepare" in without and inner <= {path.stem for path in PREPARE}
+    for name in without:
+        assert not [*copy.glob(f"*/{name}.py")] and not (copy / name).exists()
     return output
 
 
@@ -38,6 +41,10 @@ def check_copy(script: str, tmp_path: Path, *without: str) -> None:
     copy = tmp_path / "copy"
     make_copy(script, copy, *without)
     flags = [*FLAGS, *SHORT[script]]
+    if "prepare" in without:
+        prepared = tmp_path / "data"
+        launch(0, "tools/prepare.py", f"{script}.py", *flags, "--output-dir", prepared)
+        flags += ["--dataset", prepared / "prepared"]
     launch(2, copy / f"{script}.py", *flags, "--output-dir", tmp_path / "whole", cwd=copy)
     assert status(tmp_path / "whole") == "finished"
     assert list(losses(tmp_path / "whole")) == list(range(1, 11))
@@ -71,6 +78,7 @@ def test_copy_is_a_project(tmp_path):
 def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
     launch(0, "tools/copy_script.py", "gpt2_fsdp.py", tmp_path / "copy", "--without", "all")
     assert not (tmp_path / "copy/optional").exists()
+    assert not (tmp_path / "copy/prepare").exists()
     words = ["gpt2_fsdp.py", tmp_path / "other", "--without", "lock", "rouge", "lokc"]
     result = launch(0, "tools/copy_script.py", *words, check=False)
     message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, checksums, "
@@ -80,10 +88,11 @@ def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
 
 def test_tools_run_in_the_repository_without_its_optional_modules(tmp_path):
     files = [*ROOT.glob("*.py"), *ROOT.glob("core/*.py"), *ROOT.glob("tools/*.py")]
+    rooms = [room for script in SCRIPTS for room in rooms_of(script)]
     for path in files:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
-        target.write_text(read(path, ROOMS))
+        target.write_text(copy_script.read(path, rooms))
     output = launch(0, tmp_path / "tools/memory_estimator.py", "--model-name", "tiny-t5").stdout
     assert "full_shard" in output
     launch(0, tmp_path / "tools/preflight.py", "--help")

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from test_weights import GPT2, T5, VISION
 from torch import nn
 
-import chat_dataset
 from core import export, weights
 from core.ranks import Stopped
+from prepare import chats
 
 SHAPE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 64, "eos_token_id": 1,
@@ -267,7 +267,7 @@ def test_generation_stops_where_answers_end(after, stops, llama, tmp_path, capsy
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
     config = transformers.GenerationConfig(eos_token_id=2)
     for _ in range(2):
-        export.add_stops(config, chat_dataset.answer_ends(tokenizer), tokenizer)
+        export.add_stops(config, chats.answer_ends(tokenizer), tokenizer)
     assert config.eos_token_id == stops
     assert capsys.readouterr().out.count("Generation also stops at </s>") == 1
     for own, stops in ((0, [0, 1]), (-1, [-1, 1]), (None, [1]), ([2, 3], [2, 3, 1])):

@@ -1,10 +1,15 @@
 """tools/prepare.py: training on prepared tokens equals training on the data."""
 
 import importlib
+import sys
 
 import pytest
 from conftest import launch, losses
 from in_process import start
+from transformers import ByT5Tokenizer
+
+import chat_dataset
+from core.ranks import Problem
 
 SCRIPTS = {  # fixtures of --model-name and --dataset, other flags
     "T5_training": ("t5_directory", "pairs", "--rouge-samples=0"),
@@ -35,3 +40,28 @@ def test_several_validation_sets_and_existing_directories_are_refused(texts, tmp
     (tmp_path / "prepared").mkdir()
     result = launch(0, "tools/prepare.py", *flags, tmp_path, check=False)
     assert result.returncode == 1 and "prepared exists. Delete it" in result.stderr
+
+
+@pytest.mark.parametrize("script, change, message", [
+    ("llama_fsdp", {"chat_template": "chatml"}, "with another tokenizer or chat template"),
+    ("llama_fsdp", {"max_seq_length": 32}, "tokens, but --max-seq-length allows 33"),
+    ("gpt2_fsdp", {}, "prepared for llama_fsdp.py"),
+])  # fmt: skip
+def test_what_a_directory_was_prepared_for_is_checked(script, change, message, chats, tmp_path):
+    """Also another tokenizer: its digest is that of a tokenizer without one of the tokens."""
+    words = ["llama_fsdp.py", "--model-name", "tiny", "--dataset", chats, "--max-seq-length", 512]
+    launch(0, "tools/prepare.py", *words, "--output-dir", tmp_path)
+    name = str(tmp_path / "prepared")
+    args = importlib.import_module(script).Args().data
+    args.dataset = (name,)
+    tokenizer = ByT5Tokenizer()
+    for key, value in change.items():
+        setattr(args, key, value)
+    stops = chat_dataset.set_chat_template(tokenizer, args) if script == "llama_fsdp" else []
+    with pytest.raises(Problem, match=message):
+        sys.modules[type(args).__module__].load(args, tokenizer)
+    if script == "llama_fsdp":
+        assert {*stops} == {1}
+        tokenizer.add_tokens("<new>")
+        with pytest.raises(Problem, match="with another tokenizer"):
+            chat_dataset.load(args, tokenizer)

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaForCausalLM
 
 import gpt2_fsdp
-from core import data, ranks, weights
+from core import ranks, weights
 from optional import safe_checkpoint
+from prepare import read
 
 
 class Hostile:
@@ -81,7 +82,7 @@ def test_classes_of_python_3_13_are_allowed(process_group, tmp_path, monkeypatch
 def test_pickle_is_refused_as_data(marker, tmp_path):
     torch.save(Hostile(marker), tmp_path / "data.pkl")
     with pytest.raises(ranks.Problem, match="data.pkl cannot be read"):
-        data.read(str(tmp_path / "data.pkl"))
+        read.read(str(tmp_path / "data.pkl"))
     assert not marker.exists()
 
 

@@ -4,7 +4,8 @@ python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers watchd
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without all
 
 The copy has the license, the requirements, launch.slurm, two tools, settings of ruff, a README and
-a test. --without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.
+a test. --without NAME leaves out all lines that end in `# optional: NAME`, and with them the file
+of that name in optional/ or prepare/, or the folder prepare/.
 """
 
 import argparse
@@ -19,14 +20,14 @@ SCRIPTS = ("T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py")
 OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt")}
 OTHERS |= {x: x for x in ("tools/generate.py", "tools/docstrings.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
-ROOMS = sorted(path.stem for path in (ROOT / "optional").glob("*.py"))
+MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
 PACKAGES = {"rouge-score": "rouge_score"}  # packages whose modules have other names
 
 
 def read(path: Path, without: Sequence[str]) -> str:
     """Return the text of a file without the lines that are marked with an optional module."""
     lines = path.read_text().splitlines(keepends=True)
-    marks = [re.search(r"  # optional: (\w+)$", line.rstrip()) for line in lines]
+    marks = [MARK.search(line.rstrip()) for line in lines]
     pairs = zip(lines, marks, strict=True)
     return "".join(line for line, mark in pairs if not (mark and mark[1] in without))
 
@@ -58,6 +59,11 @@ def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
     return files
 
 
+def rooms_of(files: dict[Path, str]) -> list[str]:
+    """Return the names in the marks of a script's files: what can be left out."""
+    return sorted({name for text in files.values() for name in MARK.findall(text)})
+
+
 def requirements(files: dict[Path, str]) -> str:
     """Return the lines of requirements.txt whose packages the files import or tokenizers need."""
     needed = {x.partition(".")[0] for file in files.items() for x in imported_names(*file)}
@@ -72,13 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=lambda path: Path(path).name, choices=SCRIPTS)
     parser.add_argument("directory", type=Path, help="created if it does not exist")
-    help_text = "leave out these files of optional/, or all"
+    help_text = "leave out these optional parts, or all"
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help=help_text)
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
         parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
-    used = needed_files(ROOT / args.script)
-    rooms = sorted(path.stem for path in used if path.parent.name == "optional")
+    rooms = rooms_of(needed_files(ROOT / args.script))
     without = rooms if "all" in args.without else args.without
     if unknown := set(without) - set(rooms):
         text = f"{args.script} has no optional {', '.join(sorted(unknown))}. It has: "
@@ -105,8 +110,16 @@ def main() -> None:
             print(f"{lines:6,}  {target}")
     others = ", ".join(sorted(texts.keys() - {str(file.relative_to(ROOT)) for file in files}))
     print(f"{total:6,}  lines in all, and {others}")
-    print(f"Next: cd {args.directory}; python tools/docstrings.py docstrings.jsonl")
-    print(f"      python {args.script} --model-name tiny --dataset docstrings.jsonl")
+    place = f"cd {args.directory}; "
+    start = f"python {args.script} --model-name tiny --dataset"
+    if "prepare" in without:
+        flags = f"--model-name tiny --dataset docstrings.jsonl --output-dir {args.directory}/data"
+        print("Next: python tools/docstrings.py docstrings.jsonl")
+        print(f"      python tools/prepare.py {args.script} {flags}")
+        print(f"      {place}{start} data/prepared")
+        return
+    print(f"Next: {place}python tools/docstrings.py docstrings.jsonl")
+    print(f"      {start} docstrings.jsonl")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
     python tools/prepare.py llama_fsdp.py --dataset chats.jsonl --output-dir output/data
     torchrun --nproc_per_node 8 llama_fsdp.py --dataset output/data/prepared
 
-Takes the script's flags. Needs no GPU, and downloads no weights. Train with the same tokenizer and
-the same flags for lengths and templates: the losses are then those of the data, bit for bit.
+Takes the script's flags. Needs no GPU, and downloads no weights. The losses are then those of the
+data, bit for bit. prepared.json, beside the tokens, says what they were made with: a run with
+another tokenizer, another template or smaller lengths is refused.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 import datasets
 from transformers import ByT5Tokenizer
 
+import prepared_dataset
 from core import ranks, weights
 from tools.memory_estimator import load_file
 
@@ -31,8 +34,9 @@ def prepare(args: Any) -> Path:
         directory = weights.find_directory(args.model.model_name, weights.SETTINGS)
         tokenizer = weights.load_tokenizer(directory)
     data_module = sys.modules[type(args.data).__module__]  # with the section of its flags
+    stops = []
     if hasattr(data_module, "set_chat_template"):
-        data_module.set_chat_template(tokenizer, args.data.chat_template)
+        stops = data_module.set_chat_template(tokenizer, args.data)
     train_set, val_sets = data_module.load(args.data, tokenizer)
     if len(val_sets) > 1:
         raise ranks.Problem(f"There are {len(val_sets)} validation sets. Pass one --dataset, or "
@@ -40,6 +44,16 @@ def prepare(args: Any) -> Path:
     parts = {"train": train_set, "validation": next(iter(val_sets.values()))}
     rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
     datasets.DatasetDict(rows).save_to_disk(path)
+    notes = {
+        "script": Path(sys.argv[0]).name,
+        "data": data_module.__name__,
+        "tokenizer": weights.tokenizer_digest(tokenizer),
+        "chat_template": tokenizer.chat_template,
+        "stops": stops,
+        "flags": vars(args.data),
+    }
+    text = json.dumps(notes, indent=1, default=str)
+    (path / prepared_dataset.NOTES).write_text(text)
     return path
 
 

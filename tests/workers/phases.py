@@ -13,7 +13,8 @@ from typing import Any
 
 from killed import before_each_step, import_script
 
-from core import checkpoint, ranks, tables
+from core import checkpoint, ranks
+from prepare import tables
 
 RANK = os.environ.get("RANK", "0")
 LATER = range(3, 10**9)  # completed steps

@@ -1,0 +1,14 @@
+"""From rows to tokens. Delete this folder and all lines that end in `# optional: prepare`, and the
+scripts train on directories that tools/prepare.py wrote. The data modules call these, none of these
+imports one.
+
+read             rows of files, folders and the hub: which ones, and of which split
+files            values exactly as they are in files; text files
+tables           rows, their columns, and the samples made of them in the cache
+tokens           rows that are tokenized already
+pairs            summarization pairs to tokens, for T5
+texts            texts to blocks, for GPT-2
+chats            chats to documents with exact targets, for Llama
+chat_formats     chats of other formats than messages and prompt/completion
+template_checks  what a chat template drops is refused
+"""

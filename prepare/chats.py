@@ -1,0 +1,539 @@
+"""Chats for supervised fine-tuning: rows to documents with exact targets. Any rank may call it."""
+
+import contextlib
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, List, Value
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import prepare.chat_formats as chat_formats  # optional: chat_formats
+import prepare.files as files  # optional: files
+import prepare.template_checks as checks  # optional: template_checks
+import prepared_dataset
+from core.ranks import Problem, print0
+from prepare import read, sets, tables, tokens
+from prepare.read import Parts
+from prepare.tables import Columns, Row, Table
+
+IDS = List(Value("int32"))
+NUMBER = Value("int64")
+FEATURES = {
+    "input_ids": IDS,
+    "labels": IDS,
+    "cut": NUMBER,
+    "key": NUMBER,
+    "spells": Value("bool"),
+}
+# Instead of today's date, so that each start has the same texts.
+FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
+| replace('%-d', '26') | replace('%I', '12') | replace('%p', 'PM')
+| replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
+| replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
+| replace('%M', '00') | replace('%S', '00') -}}{%- endmacro +%}"""
+# The end of a prompt that opens reasoning.
+OPEN_THOUGHT = re.compile(r"(?i)([<\[])([\w:]*(think|thought|reason)\w*[>\]])\s*\Z")
+WORD = "xyzzy"  # no template contains it
+ROLES = ("system", "user", "assistant", "tool")
+TURN_KEYS = "role content tool_calls tool_call_id name reasoning_content thinking train"
+# Columns that change what a row teaches: a row that has them is refused.
+UNREAD = """history input context functions label kto_tag chosen rejected rejected_response
+rejected_messages images videos audios image video audio mask weight loss train training trainable
+loss_mask loss_scale loss_weight chat_template_kwargs enable_thinking"""
+# Each question and its answer form a text from BOS to EOS. The markers are plain text.
+LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
+{%- if turns and turns[0]['role'] == 'system' -%}
+{%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
+{%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
+{%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
+{{- raise_exception('user and assistant must alternate (not with --chat-template chatml)') -}}
+{%- elif turn['role'] == 'user' -%}
+{{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
+{{- turn['content'] | trim + ' [/INST]' -}}
+{%- else -%}{{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
+{%- endif -%}{%- endfor -%}"""
+# Tools and calls as in Hermes and Qwen 2.5.
+CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
+{%- if tools -%}{{- '<|im_start|>system\n' -}}
+{{- messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' -}}
+{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are '
+'provided with function signatures within <tools></tools> XML tags:\n<tools>' -}}
+{%- for tool in tools -%}{{- '\n' + tool | tojson -}}{%- endfor -%}
+{{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments '
+'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
+'<args-json-object>}\n</tool_call><|im_end|>\n' -}}{%- endif -%}
+{%- for turn in messages -%}
+{%- if turn['role'] == 'tool' -%}
+{{- '<|im_start|>user' if loop.first or loop.previtem['role'] != 'tool' -}}
+{{- '\n<tool_response>\n' + turn['content'] + '\n</tool_response>' -}}
+{{- '<|im_end|>\n' if loop.last or loop.nextitem['role'] != 'tool' -}}
+{%- elif not (tools and loop.first and turn['role'] == 'system') -%}
+{{- '<|im_start|>' + turn['role'] + '\n' -}}
+{%- set thought = turn['reasoning_content'] or turn['thinking'] -%}
+{{- '<think>\n' + thought + '\n</think>\n\n' if thought -}}{{- turn['content'] -}}
+{%- for call in turn['tool_calls'] or [] -%}{%- set function = call['function'] or call -%}
+{{- '\n' if turn['content'] or not loop.first -}}
+{{- '<tool_call>\n{"name": ' + function['name'] | tojson + ', "arguments": ' -}}
+{{- function['arguments'] | tojson + '}\n</tool_call>' -}}{%- endfor -%}
+{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
+TEMPLATES = {"llama-2": LLAMA_2, "chatml": CHATML}
+Turns = list  # of objects
+Chat = tuple  # turns, and tools or None
+Spans = list  # answers in a text: turn, start and end character of each
+Ids = list[int]
+Document = tuple  # ids, and labels: the ids of targets and otherwise -100
+
+read_rows = read.read
+read_rows = files.read  # optional: files
+
+
+def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
+    """Return the training set and the validation sets of rows or of a prepared directory."""
+    if prepared_dataset.read_notes(args.dataset[0]):
+        return prepared_dataset.load(args, tokenizer, limits, evaluate_only)
+    parts = partial(load_parts, args=args, tokenizer=tokenizer)
+    draw = partial(draw_documents, length=args.max_seq_length)
+    return sets.load_sets(args, parts, draw, evaluate_only)
+
+
+def draw_documents(name: str, split: str, documents: Dataset, limit: int, length: int) -> Dataset:
+    """Return `limit` random documents (0: all), without those whose first answer starts after
+    `length` tokens."""
+    documents = sets.sample(documents, limit)
+    documents = drop_cut(name, split, documents, length)
+    return documents.select_columns(["input_ids", "labels"])
+
+
+def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
+    """Return the documents of one --dataset argument by split: train and, without --val-dataset,
+    validation."""
+    parts = load_documents(spec, tokenizer, args)
+    if "validation" in parts or args.val_dataset:
+        return parts
+    return read.hold_out(spec, parts["train"])
+
+
+@dataclass
+class Rendered:
+    """A document of a chat as text, with its answers that are targets."""
+
+    text: str
+    answers: Spans
+
+
+def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
+    """Return the documents of one --dataset argument by split: train, and maybe validation."""
+    documents = {}
+    for part, table in read_rows(spec, args.dataset_config).items():
+        table = chat_formats.as_messages(spec, table, args)  # optional: chat_formats
+        documents[part] = encode_rows(spec, table, tokenizer, args)
+    return documents
+
+
+def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
+    """Return the documents that the rows of data set `name` are or contain, with FEATURES and at
+    most --max-seq-length + 1 tokens."""
+    columns = find_columns(name, table.columns, args)
+    if columns == (args.text_column,):
+        tables.print_columns(name, columns, table.columns)
+    function = partial(
+        encode_row,
+        columns=columns,
+        tokenizer=tokenizer,
+        header=answer_header(tokenizer),
+        text_column=args.text_column,
+        length=args.max_seq_length + 1,
+    )
+    stored = table.dataset.column_names
+    documents = tables.map_rows(name, table, stored, function, FEATURES, args.bad_rows)
+    spells = sum(documents["spells"][:])
+    if spells:
+        print0(f"{name}: {spells:,} documents spell special tokens. Text of chats becomes these.")
+    return documents
+
+
+def find_columns(name: str, columns: list, args: Any) -> Columns:
+    """Return the columns of a data set's chats, or that of its texts or tokens: those of the flags
+    if it has them, or else the usual ones. Raise Problem if it has none of these."""
+    text = (args.text_column,)
+    if args.text_column in columns and args.text_column != type(args).text_column:
+        return text
+    usual = [("messages",), ("prompt", "completion"), text]
+    named = (args.prompt_column, args.completion_column)
+    if not any(named):
+        named = usual[0]
+    advice = "Pass --prompt-column and --completion-column, or --text-column."
+    return tables.find_columns(name, columns, args, named, usual, advice)
+
+
+def encode_row(
+    row: Row, columns: Columns, tokenizer: Tokenizer, header: str, text_column: str, length: int
+) -> list:
+    """Return the documents of a row with FEATURES and at most `length` tokens. Raise ValueError if
+    the row is unusable, as a text with the `header` of answers is."""
+    for column in columns:
+        value = row.get(column)
+        if header and isinstance(value, str) and header in value:
+            raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
+    text = ""  # it may spell special tokens
+    if columns == (text_column,):
+        text = prompt = row.get(text_column)
+        documents = [encode_text(prompt, tokenizer)]
+    elif columns == ("input_ids",):
+        ids, labels = read_tokens(row, length, tokenizer)
+        documents = [(ids, labels)]
+        first = np.argmax(np.array(labels) != -100)  # target
+        prompt = ids[:first] if first > 1 else ids
+    else:
+        chat = read_chat(row, columns)
+        text = str(chat)
+        documents = encode(chat, tokenizer)
+        turns, _ = chat
+        first = [turn["role"] for turn in turns].index("assistant")
+        prompt = turns[:first] or turns
+    added = tokenizer.added_tokens_decoder.values()
+    spells = any(token.special and str(token) in text for token in added)
+    return [sample(prompt, ids, labels, length, spells) for ids, labels in documents]
+
+
+def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> Row:
+    """Return a document with FEATURES and at most `length` tokens. `cut` is 0 if these are all, 1
+    if targets are among them, else 2. `key` is a hash of everything before the first answer.
+    `spells`: whether the row spells special tokens."""
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
+    cut = 0
+    if len(ids) > length:
+        cut = 2 if {*labels[:length]} == {-100} else 1
+    return {
+        "input_ids": ids[:length],
+        "labels": labels[:length],
+        "cut": cut,
+        "key": int.from_bytes(digest),
+        "spells": spells,
+    }
+
+
+def read_chat(row: Row, columns: Columns) -> Chat:
+    """Return the turns of the chat in one or two columns of a row, and its tools or None. A turn is
+    not a target if its `train` is False. Raise ValueError if the row is unusable."""
+    for column in UNREAD.split():
+        if row.get(column) not in (None, "", [], {}) and column not in columns:
+            raise ValueError(f"{column} would be ignored")
+    read_turns = as_objects if len(columns) == 1 else read_pair
+    turns = read_turns(row, *columns)
+    system = row.get("system") or row.get("system_prompt")
+    if system and system != turns[0].get("content"):
+        if turns[0].get("role") == "system":
+            raise ValueError("the row has a system column and a system turn")
+        turns = [{"role": "system", "content": system}, *turns]
+    for turn in turns:
+        check_turn(turn)
+    if not any(is_target(turn) for turn in turns):
+        raise ValueError("the chat has no assistant turn to train on")
+    if is_target(turns[0]):
+        raise ValueError('the chat starts with an answer. Write "train": false in that turn')
+    tools = as_objects(row, "tools") if row.get("tools") else None
+    return turns, tools
+
+
+def read_pair(row: Row, prompt: str, completion: str) -> Turns:
+    """Return the turns of a prompt and its completion, which are texts or lists of turns. In a
+    prompt, the assistant's turns are no targets unless they say so."""
+    turns = as_objects(row, prompt, "user")
+    for i, turn in enumerate(turns):
+        if turn.get("role") == "assistant":
+            turns[i] = {"train": False} | turn
+    answers = as_objects(row, completion, "assistant")
+    if answers[0].get("role") != "assistant":
+        raise ValueError(f"{completion} does not start with the assistant. Use messages")
+    return turns + answers
+
+
+def as_objects(row: Row, key: str, role: str | None = None) -> Turns:
+    """Return the list of objects in `row[key]`; with a `role`, a text is a turn of it. Raise
+    ValueError if it is something else, or empty."""
+    value = row.get(key)
+    if role and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not value or not isinstance(value, list) or not isinstance(value[0], dict):
+        raise ValueError(f"{key} is empty or not a list of objects")
+    return value
+
+
+def is_target(turn: Row) -> bool:
+    """Return whether a turn is trained on."""
+    return turn["role"] == "assistant" and turn.get("train", True) is True
+
+
+def check_turn(turn: Row) -> None:
+    """Raise ValueError unless a turn has a known role, known keys, text and complete calls."""
+    role = turn.get("role")
+    content = turn.get("content")
+    if role not in ROLES:
+        raise ValueError(f"the role {role} is not one of {ROLES}")
+    unknown = turn.keys() - TURN_KEYS.split()
+    if unknown:
+        raise ValueError(
+            f"the {role}'s turn has {min(unknown)}, an unknown key. Write reasoning as "
+            'reasoning_content, and "train": false in turns that are no targets. Remove other keys'
+        )
+    if not isinstance(content, str):
+        raise ValueError(f"the {role}'s turn is {content!r}, not text")
+    if turn.get("tool_calls"):
+        for call in as_objects(turn, "tool_calls"):
+            function = call.get("function", call)
+            name = function.get("name")
+            if not isinstance(name, str) or not isinstance(function.get("arguments"), dict):
+                raise ValueError(f"the call to {name} has no name or no object `arguments`")
+    elif role == "assistant" and not content.strip():
+        raise ValueError("the assistant's turn is empty")
+
+
+def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
+    """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none. Turns end
+    in EOS instead of an <|im_end|> that the tokenizer would spell in letters."""
+    if tokenizer.chat_template is None:
+        choice = choice or "llama-2"
+    if choice:
+        path = Path(choice).expanduser()
+        if choice not in TEMPLATES and not path.is_file():
+            raise Problem(f"--chat-template {choice} is no file, nor {' or '.join(TEMPLATES)}.")
+        template = TEMPLATES.get(choice) or path.read_text(encoding="utf-8-sig")
+        eos = tokenizer.eos_token
+        if eos and "<|im_end|>" not in tokenizer.get_vocab():
+            template = template.replace("<|im_end|>", eos)
+        tokenizer.chat_template = template
+        print0(f"The chat template is {choice}. Exports contain it.")
+
+
+def encode(chat: Chat, tokenizer: Tokenizer) -> list:
+    """Return the documents of a chat, whose first token is not a target. Targets are the tokens of
+    the assistant's turns, from after the header through the end marker. EOS is appended to an
+    answer that ends a document."""
+    rendered = render(chat, tokenizer)
+    render_turns = partial(text_of, tokenizer=tokenizer)  # optional: template_checks
+    checks.check_chat(chat, rendered, render_turns)  # optional: template_checks
+    documents = []
+    for document in rendered:
+        documents += tokenize(document.text, document.answers, tokenizer)
+    eos = tokenizer.eos_token_id
+    for ids, labels in documents:
+        labels[0] = -100
+        if labels[-1] != -100 and ids[-1] != eos:
+            ids.append(eos)
+            labels.append(eos)
+    return documents
+
+
+def render(chat: Chat, tokenizer: Tokenizer) -> list:
+    """Return a chat's documents as texts, with the answers in each. Each answer is a target in one
+    text, rendered without the turns after it: some templates drop reasoning before the last
+    question. Raise ValueError if a template is not fit for training."""
+    turns, _ = chat
+    documents = []
+    is_ended = False
+    for i, turn in enumerate(turns):
+        if not is_target(turn):
+            continue
+        prompt = text_of(chat, i, tokenizer, is_prompt=True)
+        text = text_of(chat, i + 1, tokenizer)
+        opened = OPEN_THOUGHT.search(prompt[-40:])
+        end = opened.expand(r"\1/\2") if opened else ""
+        if not text.startswith(prompt) or end not in text[len(prompt) :]:
+            raise Problem(
+                f"turn {i + 1}: the chat template does not start the answer with its generation "
+                "prompt, or does not end the <think> in it. Pass --chat-template chatml, or add "
+                "reasoning_content to the answers if the template renders it"
+            )
+        spans = []
+        if is_ended and text.startswith(documents[-1].text):
+            spans = documents.pop().answers
+        documents.append(Rendered(text, [*spans, (i, len(prompt), len(text))]))
+        is_ended = has_end(text, chat, i, tokenizer)
+    whole = text_of(chat, len(turns), tokenizer)
+    if is_ended and whole.startswith(text):
+        documents[-1].text = whole
+    return documents
+
+
+def has_end(text: str, chat: Chat, i: int, tokenizer: Tokenizer) -> bool:
+    """Return whether `text` has a marker after its last turn, which is turn `i`. If nothing ends a
+    call, the text of one more call starts with it."""
+    turns, tools = chat
+    turn = turns[i]
+    if not turn.get("tool_calls"):
+        return not text.endswith(turn["content"].rstrip())
+    turn = turn | {"tool_calls": turn["tool_calls"] * 2}
+    with contextlib.suppress(ValueError):  # some templates take a single call
+        more = text_of(([*turns[:i], turn], tools), i + 1, tokenizer)
+        return more == text or not more.startswith(text)
+    return True
+
+
+def text_of(chat: Chat, count: int, tokenizer: Tokenizer, is_prompt: bool = False) -> str:
+    """Return the first `count` turns as the chat template renders them: with the header of an
+    answer if `is_prompt`, else without the line break after the last end marker, which is no
+    target."""
+    turns, tools = chat
+    template = tokenizer.get_chat_template(tools=tools)
+    if "strftime_now" in template:
+        template = FIXED_DATE + template
+    try:
+        text = tokenizer.apply_chat_template(
+            turns[:count],
+            tools,
+            chat_template=template,
+            add_generation_prompt=is_prompt,
+            tokenize=False,
+        )
+    except Exception as error:  # a template is a program and may raise anything
+        has_calls = tools or any("tool_calls" in turn for turn in turns)  # as in other rows
+        kind = Problem if has_calls else ValueError
+        raise kind(f"the chat template rejects the chat: {error}") from error
+    return text if is_prompt else text.rstrip()
+
+
+def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list:
+    """Return the documents of a text as ids and labels, given the answers in it. The tokens before
+    each answer are those of its prompt alone.
+
+    A token of the whole text may span the end of a prompt, or of an answer. Generation produces no
+    such token, so each answer then gets a document of its own, cut there.
+    """
+    ends = {end for _, *span in answers for end in span}
+    prefixes = tokenize_prefixes(text, {*ends, len(text)}, tokenizer)
+    documents = []
+    for _, start, end in answers:
+        prompt = prefixes[start]
+        ids = join_answer(prompt, text[start:end], prefixes[end], tokenizer)
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
+        if documents:
+            before, known = documents[-1]
+            if prompt[: len(before)] == before:
+                labels[: len(before)] = known
+                documents.pop()
+        documents.append((ids, labels))
+    whole = prefixes[len(text)]
+    if len(documents) == 1 and whole[: len(ids)] == ids:  # with the turns after the answers
+        labels += [-100] * (len(whole) - len(ids))
+        documents = [(whole, labels)]
+    return documents
+
+
+def join_answer(prompt: Ids, answer: str, together: Ids, tokenizer: Tokenizer) -> Ids:
+    """Return the tokens of a prompt and its answer: `together`, or separately if a token spans the
+    end of the prompt, or if its last token would strip the answer's spaces."""
+    is_stripped = False
+    if prompt and answer[:1].isspace():
+        last = tokenizer.added_tokens_decoder.get(prompt[-1])
+        is_stripped = last is not None and last.rstrip
+    if together[: len(prompt)] == prompt and not is_stripped:
+        return together
+    separate = prompt + ids_of(answer, tokenizer)
+    if not is_stripped and tokenizer.decode(separate) != tokenizer.decode(together):
+        raise ValueError("a token spans the end of the prompt of an answer")
+    return separate
+
+
+def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
+    """Return the tokens of text[:end] by end. The tokens from a special token do not depend on the
+    text before it, so that text is tokenized once."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = [str(token) for token in added if token.special and not token.lstrip]
+    prefixes = {}
+    known = 0  # characters of the text whose tokens are in known_ids
+    known_ids = []
+    for end in sorted(ends):
+        marks = [text.rfind(token, known, end) for token in special]
+        mark = max(marks, default=0)
+        if mark > known:
+            known_ids = known_ids + ids_of(text[known:mark], tokenizer)
+            known = mark
+        prefixes[end] = known_ids + ids_of(text[known:end], tokenizer)
+    return prefixes
+
+
+def ids_of(text: str, tokenizer: Tokenizer) -> Ids:
+    """Return the tokens of a part of a rendered chat."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def encode_text(text: Any, tokenizer: Tokenizer) -> Document:
+    """Return ids and labels of a plain document: BOS if the tokenizer adds it, text, EOS. Raise
+    ValueError if it is empty or not text."""
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"the document is {text!r}, not text")
+    ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return ids, [-100, *ids[1:]]
+
+
+def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
+    """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
+    ids = tokens.check_tokens(row, "input_ids", "--max-seq-length", length, tokenizer)
+    labels = [-100, *row.get("labels", ids)[1:]]
+    if len(labels) != len(ids) or {*labels} == {-100}:
+        raise ValueError("labels must be one per token, and not all -100")
+    before = -100
+    for token, label in zip(ids, labels, strict=True):
+        if str(label) not in (str(token), "-100"):  # True is not 1
+            raise ValueError(f"labels must be -100 or the token, not {label} for {token}")
+        # Other tools take EOS for padding.
+        if token == tokenizer.eos_token_id and label == -100 != before:
+            raise ValueError("labels exclude the EOS after a target: the model would not stop")
+        before = label
+    return ids, labels
+
+
+def answer_header(tokenizer: Tokenizer) -> str:
+    """Return the last line of what the chat template puts between a question and its answer,
+    without reasoning; "" if there is none."""
+    question = {"role": "user", "content": WORD}
+    with contextlib.suppress(ValueError):  # the template rejects a question
+        prompt = text_of(([question], None), 1, tokenizer, is_prompt=True)
+        header = prompt.rpartition(WORD)[2].partition("<think>")[0]
+        return header.strip().rpartition("\n")[2].strip()
+    return ""
+
+
+def answer_ends(tokenizer: Tokenizer) -> Ids:
+    """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
+    after an answer, and the last one after a call."""
+    ends = [tokenizer.eos_token_id]
+    added = tokenizer.added_tokens_decoder
+    call = {"type": "function", "function": {"name": "f", "arguments": {"of": WORD}}}
+    for turn in ({"content": WORD}, {"content": "", "tool_calls": [call]}):
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn], None
+        with contextlib.suppress(ValueError):  # the template rejects such turns
+            text = text_of(chat, 2, tokenizer)
+            if has_end(text, chat, 1, tokenizer):
+                _, *_, after = text.split(WORD)
+                ids = ids_of(after, tokenizer)
+                # Gemma has an added token that is a line break.
+                found = [token for token in ids if str(added.get(token, "")).strip()]
+                ends += found[-1:] if "tool_calls" in turn else found
+    return ends
+
+
+def drop_cut(name: str, split: str, documents: Dataset, length: int) -> Dataset:
+    """Return documents without those whose first answer starts after `length` tokens. Raise Problem
+    if these are more than half. Return prepared documents as they are."""
+    if "cut" not in documents.column_names:
+        return documents
+    cut = documents.with_format("numpy")["cut"][:]
+    kept = np.flatnonzero(cut < 2)
+    is_cut = np.count_nonzero(cut == 1)
+    print0(
+        f"{name}, {split}: {len(kept):,} of {len(documents):,} documents have an answer within "
+        f"--max-seq-length {length}, which cuts {is_cut:,} of them"
+    )
+    if 2 * len(kept) < len(documents):
+        raise Problem(f"{name}: most answers start after --max-seq-length {length}. Raise it.")
+    return documents.select(kept)

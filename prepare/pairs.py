@@ -1,0 +1,246 @@
+"""Summarization pairs for a sequence-to-sequence model: rows to tokens. Any rank may call these.
+
+`load_parts` cleans and splits the rows (`clean_rows`, `load_wikihow`), `encode` tokenizes those
+that were drawn. For your own data, return its rows from `load_rows` under a name like wikihow.
+"""
+
+import hashlib
+import random
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, List, Value
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import prepare.files as files  # optional: files
+import prepared_dataset
+from core.ranks import Problem, print0
+from prepare import read, sets, tables, tokens
+from prepare.read import Parts
+from prepare.tables import Columns, Row, Table
+
+WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
+SPLITS = ("train", "validation", "test")  # 98, 1 and 1 percent of WikiHow's titles, or its lists
+# Validation is last, so that a title in two lists is not trained on.
+TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
+PAIR = {"text": Value("string"), "summary": Value("string")}
+IDS = List(Value("int32"))
+TOKENS = {"input_ids": IDS, "labels": IDS, "length": Value("int32")}
+KEY = {"key": Value("int64")}  # rows with equal ones are in one split
+WIKIHOW_COLUMNS = ("text", "headline", "title")
+# Texts and summaries: the flags' defaults, and others that are read without flags.
+USUAL_NAMES = """text headline, input_ids, article highlights, article summary, article abstract,
+document summary, dialogue summary, text summary, text target, source target, input output,
+prompt response, prompt completion, question answer"""
+USUAL_COLUMNS = [tuple(names.split()) for names in USUAL_NAMES.split(",")]
+SPACES = "a\n\tb  c"  # text that some tokenizers change
+
+read_rows = read.read
+read_rows = files.read  # optional: files
+
+
+def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
+    """Return the training set and the validation sets of rows or of a prepared directory."""
+    if prepared_dataset.read_notes(args.dataset[0]):
+        return prepared_dataset.load(args, tokenizer, limits, evaluate_only)
+    parts = partial(load_parts, args=args, tokenizer=tokenizer)
+    make = partial(draw, args=args, tokenizer=tokenizer)
+    return sets.load_sets(args, parts, make, evaluate_only)
+
+
+def draw(
+    spec: str,
+    split: str,
+    rows: Dataset,
+    limit: int | None,
+    args: Any,
+    tokenizer: Tokenizer,
+) -> Dataset:
+    """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
+    total = len(rows)
+    limit = default_limit(spec, split, limit)
+    if limit:
+        indices = list(range(total))
+        random.Random(0).shuffle(indices)
+        rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
+    rows = encode(spec, rows, tokenizer, args)
+    return rows.select_columns([*TOKENS])
+
+
+def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
+    """Return the clean rows of one --dataset argument by split: train and, without --val-dataset,
+    validation."""
+    parts = load_rows(spec, args, tokenizer)
+    if "validation" in parts or args.val_dataset:
+        return parts
+    return read.hold_out(spec, parts["train"])
+
+
+def load_rows(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
+    """Return the clean rows of one --dataset argument by split."""
+    name, _, split = spec.partition(":")
+    if name == "wikihow":
+        return read.pick(name, load_wikihow(args), split)
+    parts = read_rows(spec, args.dataset_config)
+    return {part: clean_rows(spec, table, args, tokenizer) for part, table in parts.items()}
+
+
+def load_wikihow(args: Any) -> Parts:
+    """Return WikiHow's rows as PAIR and KEY by split: that of its lists of titles or, if there are
+    none, SPLITS by a hash of the title. Rows that WikiHow's authors would drop are left out. Raise
+    Problem if the file is missing."""
+    directory = args.data_dir.expanduser()
+    path = directory / WIKIHOW[args.wikihow_part]
+    if not path.is_file():
+        raise Problem(f"{path} is missing: see https://github.com/mahnazkoupaee/WikiHow-Dataset")
+    titles = read_titles(directory)
+    function = partial(clean_article, titles=titles)
+    features = PAIR | KEY | {"split": Value("string")}
+    table = read_rows(str(path))["train"]
+    rows = tables.map_rows("wikihow", table, WIKIHOW_COLUMNS, function, features, args.bad_rows)
+    splits = np.array(rows["split"][:])
+    parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
+    sizes = [f"{split} {len(part):,}" for split, part in parts.items()]
+    rule = "its lists of titles" if titles else "a hash of the title"
+    print0(f"wikihow: split by {rule} into {', '.join(sizes)} rows")
+    return parts
+
+
+def read_titles(directory: Path) -> dict:
+    """Return the split of each title in WikiHow's lists, {} if the directory has none. Raise
+    FileNotFoundError if it lacks one of them."""
+    titles = {}
+    if any(directory.glob("all_t*.txt")):
+        for split, name in TITLE_LISTS.items():
+            text = (directory / name).read_text(encoding="utf-8-sig", errors="replace")
+            titles |= dict.fromkeys(map(title_key, text.strip().split("\n")), split)
+    return titles
+
+
+def title_key(title: str) -> str:
+    """Return a title's letters and digits, which WikiHow's lists have, without spaces."""
+    return "".join(filter(str.isalnum, title))
+
+
+def clean_article(row: Row, titles: dict) -> list:
+    """Return the sample of a row of WikiHow, with its split. Return none if the summary is empty or
+    nearly as long as the text, or if there are lists of titles without the title."""
+    text = row.get("text").strip()
+    summary = row.get("headline").strip()
+    title = title_key(row.get("title"))
+    if not summary or len(summary) >= 0.75 * len(text):
+        return []
+    if titles and title not in titles:
+        return []
+    number = stable_hash(title or text)
+    split = titles.get(title) or SPLITS[max(0, number % 100 - 97)]
+    text = re.sub(r"\.+[\r\n]+,", ".\n", text)
+    summary = summary.replace(".,", ".")
+    sample = {"text": on_one_line(text), "summary": on_one_line(summary)}
+    return [sample | {"key": number, "split": split}]
+
+
+def on_one_line(text: str) -> str:
+    """Return a text without line breaks and the spaces around them."""
+    return re.sub(r"\s*[\r\n]\s*", " ", text)
+
+
+def stable_hash(key: str) -> int:
+    """Return a 48-bit hash of `key` that, unlike hash(), is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
+
+
+def clean_rows(name: str, table: Table, args: Any, tokenizer: Tokenizer) -> Dataset:
+    """Return the usable rows of data set `name` as PAIR and KEY or, if they are tokenized, as
+    TOKENS and KEY."""
+    named = (args.source_column, args.target_column)
+    advice = "Pass --source-column and --target-column. To train on chats, use llama_fsdp.py."
+    pair = tables.find_columns(name, table.columns, args, named, USUAL_COLUMNS, advice)
+    if pair == ("input_ids",):
+        limits = (args.source_length, args.target_length)
+        function = partial(read_tokens, limits=limits, tokenizer=tokenizer)
+        return tables.map_rows(name, table, table.columns, function, TOKENS | KEY, args.bad_rows)
+    tables.print_columns(name, pair, table.columns)
+    function = partial(clean_pair, columns=pair)
+    return tables.map_rows(name, table, pair, function, PAIR | KEY, args.bad_rows)
+
+
+def clean_pair(row: Row, columns: Columns) -> list:
+    """Return the text and the summary in two columns of a row. Raise ValueError if they are not
+    text, or empty."""
+    for column in columns:
+        text = row.get(column)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{column} is {text!r}, not text")
+        text.encode()  # raises ValueError for half of a surrogate pair
+    text, summary = (row[column] for column in columns)
+    return [{"text": text, "summary": summary, "key": stable_hash(text)}]
+
+
+def read_tokens(row: Row, limits: tuple, tokenizer: Tokenizer) -> list:
+    """Return the sample that a tokenized row is, with the columns of TOKENS and KEY."""
+    ids = tokens.check_tokens(row, "input_ids", "--source-length", limits[0], tokenizer)
+    labels = tokens.check_tokens(row, "labels", "--target-length", limits[1], tokenizer)
+    if labels[-1] != tokenizer.eos_token_id:
+        raise ValueError("labels do not end in EOS, so the model would not learn to stop")
+    key = stable_hash(repr(ids))
+    return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key}]
+
+
+def default_limit(spec: str, split: str, limit: int | None) -> int | None:
+    """Return the number of rows to draw: `limit`, or for wikihow, whose articles are many, less."""
+    if limit is None and spec.partition(":")[0] == "wikihow":
+        limit = 1500 if split == "train" else 300
+    return limit
+
+
+def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Any) -> Dataset:
+    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS. Print how
+    many the tokenizer changes. Return tokens as they are."""
+    if "input_ids" in rows.column_names:
+        return rows
+    function = partial(
+        encode_pair,
+        prefix=args.source_prefix,
+        limits=(args.source_length, args.target_length),
+        keeps_spaces=SPACES in tokenizer.decode(tokenizer(SPACES)["input_ids"]),
+        tokenizer=tokenizer,
+    )
+    table = tables.as_table(rows)
+    features = TOKENS | {"is_changed": Value("bool")}
+    samples = tables.map_rows(spec, table, PAIR, function, features, args.bad_rows)
+    count = sum(samples["is_changed"][:])
+    if count:
+        print0(f"{spec}: in {count:,} rows, the tokenizer loses line breaks, spaces or characters")
+    return samples.remove_columns("is_changed")
+
+
+def encode_pair(
+    row: Row,
+    prefix: str,
+    limits: tuple,
+    keeps_spaces: bool,
+    tokenizer: Tokenizer,
+) -> list:
+    """Return the tokens of a text and of its summary, and whether the tokenizer changes these: line
+    breaks and repeated spaces, characters that it does not know, or the text of EOS."""
+    ids = tokenize(tokenizer, limits[0], text=prefix + row["text"])
+    labels = tokenize(tokenizer, limits[1], text_target=row["summary"])
+    has_spaces = re.search(r"\n|\t|  ", row["text"] + row["summary"])
+    special = {tokenizer.unk_token_id, tokenizer.eos_token_id}
+    is_changed = not special.isdisjoint(ids[:-1] + labels[:-1])
+    if has_spaces and not keeps_spaces:
+        is_changed = True
+    return [{"input_ids": ids, "labels": labels, "length": len(ids), "is_changed": is_changed}]
+
+
+def tokenize(tokenizer: Tokenizer, length: int, **text: str) -> list:
+    """Return the tokens of a text, which end in EOS, at most `length`."""
+    ids = tokenizer(**text, truncation=True, max_length=length)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids[: length - 1], tokenizer.eos_token_id]
+    return ids

@@ -1,0 +1,158 @@
+"""Texts for a causal language model: rows to blocks of tokens. Any rank may call these."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pyarrow.compute as compute
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import prepare.files as files  # optional: files
+import prepared_dataset
+from core.ranks import Problem, print0
+from prepare import read, sets, tables, tokens
+from prepare.read import Parts
+from prepare.tables import CONTINUES, Row, Table
+
+FEATURES = Features({"input_ids": List(Value("int32"))})
+WIKITEXT = "Salesforce/wikitext"
+USUAL_COLUMNS = [("text",), ("input_ids",), ("content",), ("document",), ("article",)]
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>")  # EOS of several models
+
+read_rows = read.read
+read_rows = files.read_texts  # optional: files
+
+
+def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
+    """Return the training set and the validation sets of rows or of a prepared directory."""
+    if prepared_dataset.read_notes(args.dataset[0]):
+        return prepared_dataset.load(args, tokenizer, limits, evaluate_only)
+    parts = partial(load_parts, args=args, tokenizer=tokenizer)
+    return sets.load_sets(args, parts, draw, evaluate_only)
+
+
+def draw(name: str, split: str, samples: Dataset, limit: int) -> Dataset:
+    """Return `limit` random blocks (0: all)."""
+    return sets.sample(samples, limit)
+
+
+def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
+    """Return the blocks of one --dataset argument by split: train and, without --val-dataset,
+    validation."""
+    parts = load_blocks(spec, tokenizer, args)
+    if "validation" in parts or args.val_dataset:
+        return parts
+    return hold_out(spec, parts["train"])
+
+
+def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
+    """Return the blocks of one --dataset argument by split: train, and maybe validation."""
+    config = args.dataset_config
+    if config is None and spec.startswith(WIKITEXT):
+        config = "wikitext-2-raw-v1"
+    parts = read_rows(spec, config)
+    return {part: encode(spec, table, tokenizer, args) for part, table in parts.items()}
+
+
+def hold_out(name: str, samples: Dataset) -> Parts:
+    """Split blocks into `train` and `validation`, the last 5%. Raise Problem if too few."""
+    count = len(samples)
+    if count < 2:
+        raise Problem(f"{name} has {count} blocks. Pass --val-dataset, or a smaller --block-size.")
+    first = count - max(1, count // 20)
+    return {"train": samples.take(first), "validation": samples.skip(first)}
+
+
+def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
+    """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
+    advice = "Pass --text-column. To train on chats, use llama_fsdp.py."
+    named = (args.text_column,)
+    (column,) = tables.find_columns(name, table.columns, args, named, USUAL_COLUMNS, advice)
+    if column == "input_ids":
+        function = partial(read_block, tokenizer=tokenizer, size=args.block_size)
+        return tables.map_rows(name, table, table.columns, function, FEATURES, args.bad_rows)
+    are_lines = "wikitext" in name.lower()
+    function = partial(encode_text, column=column, tokenizer=tokenizer, are_lines=are_lines)
+    documents = tables.map_rows(name, table, [column], function, FEATURES, args.bad_rows)
+    print_special(name, documents, tokenizer)
+    if CONTINUES in table.columns:  # of text files
+        breaks = len(documents) - len(table.dataset)
+        if breaks:
+            print0(f"{name}: {breaks:,} times, {tokenizer.eos_token} ends a document")
+    else:
+        tables.print_columns(name, [column], table.columns)
+    if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
+        raise Problem(f"Data set {name} has no text.")
+    return cut(documents, args.block_size, tokenizer)
+
+
+def print_special(name: str, documents: Dataset, tokenizer: Tokenizer) -> None:
+    """Print which special tokens the first documents spell in plain tokens."""
+    starts = compute.list_slice(documents.data["input_ids"][:1000], 0, 2000).to_pylist()
+    texts = str(tokenizer.batch_decode(starts, skip_special_tokens=True))
+    special = {*tokenizer.all_special_tokens, *ENDS}
+    spelled = [word for word in sorted(special) if word in texts]
+    if spelled:
+        print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
+
+
+def read_block(row: Row, tokenizer: Tokenizer, size: int) -> list:
+    """Return the block that a tokenized row is."""
+    ids = tokens.check_tokens(row, "input_ids", "--block-size", size + 1, tokenizer)
+    return [{"input_ids": ids}]
+
+
+def encode_text(row: Row, column: str, tokenizer: Tokenizer, are_lines: bool) -> list:
+    """Return the documents of a row, which end in EOS unless the next row continues the last one.
+    With `are_lines`, a text that ends in a line break is a line of an article."""
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise ValueError(f"{column} is {text!r}, not text")
+    texts = [text] if text else []
+    if CONTINUES in row:  # in a text file, the text of EOS separates documents
+        texts = text.split(tokenizer.eos_token)
+    documents = []
+    for part in texts:
+        # The text of a special token, such as <unk>, is plain text.
+        encoded = tokenizer(
+            part, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
+        documents.append([*encoded["input_ids"], tokenizer.eos_token_id])
+    is_line = are_lines and text.endswith(" \n")
+    if is_line or row.get(CONTINUES):
+        documents[-1].pop()
+    return [{"input_ids": ids} for ids in documents]
+
+
+def cut(documents: Dataset, size: int, tokenizer: Tokenizer) -> Dataset:
+    """Return the blocks of documents, with BOS if the tokenizer adds it."""
+    bos = []
+    added = tokenizer("", verbose=False)["input_ids"]
+    if tokenizer.bos_token_id in added and tokenizer.bos_token_id != tokenizer.eos_token_id:
+        bos = [tokenizer.bos_token_id]
+    key = tables.cache_key(blocks, documents._fingerprint, size, bos)
+    generate = partial(blocks, documents, size, tokenizer.eos_token_id, bos)
+    return Dataset.from_generator(generate, FEATURES, fingerprint=key)
+
+
+def blocks(documents: Dataset, size: int, eos: int, bos: list) -> Iterator:
+    """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
+    starts with the last token of the one before, so every token but the first is a target once.
+    `bos` precedes each document: some models cannot predict without it."""
+    pending = []
+    is_start = True  # the next token starts a document
+    for document in documents:
+        ids = document["input_ids"]
+        if is_start:
+            if ids in ([], [eos]):
+                continue
+            pending += bos
+        pending += ids
+        is_start = ids[-1:] == [eos]
+        stop = (len(pending) - 1) // size * size
+        for start in range(0, stop, size):
+            yield {"input_ids": pending[start : start + size + 1]}
+        del pending[:stop]
+    if len(pending) > 1:
+        yield {"input_ids": pending}
