@@ -25,6 +25,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "torchrun --nnodes 1 --nproc_per_node 2"
 SHAPE = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 FIRST, DAYS = date(1950, 1, 1), 36525  # a hundred years
 HELD_OUT = 300  # days in the test set
 MONTHS = {
@@ -81,22 +82,15 @@ def make_rows(count: int) -> tuple[list[dict], list[dict]]:
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def make_model(tokenizer: ByT5Tokenizer) -> T5ForConditionalGeneration:
-    """Return a T5 with random weights, the same each time."""
-    torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **ids, **SHAPE)
-    )
-
-
 def write_inputs(directory: Path, count: int) -> None:
-    """Write the model, dates.jsonl with `count` rows, and held_out.jsonl to the directory."""
+    """Write a T5 with random weights, the same each time, dates.jsonl with `count` rows, and
+    held_out.jsonl to the directory."""
     transformers.utils.logging.disable_progress_bar()
     tokenizer = ByT5Tokenizer()
-    model = make_model(tokenizer)
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **IDS, **SHAPE)
+    T5ForConditionalGeneration(config).save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
-    model.save_pretrained(directory / "model")
     for name, rows in zip(("dates", "held_out"), make_rows(count), strict=True):
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (directory / f"{name}.jsonl").write_text("".join(lines))
@@ -114,6 +108,11 @@ def run(flags: str) -> None:
         sys.exit(code)
 
 
+def read_predictions(directory: Path) -> list[dict]:
+    """Return the rows of a predictions.jsonl."""
+    return list(map(json.loads, (directory / "predictions.jsonl").read_text().splitlines()))
+
+
 def accuracy(predictions: list[dict]) -> str:
     """Return the percentage of predictions that are exactly right, such as 99%."""
     count = sum(row["generated"] == row["reference"] for row in predictions)
@@ -122,10 +121,7 @@ def accuracy(predictions: list[dict]) -> str:
 
 def show(directory: Path) -> None:
     """Print the accuracy and three examples before and after training, and plot the loss."""
-    before, after = (
-        [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
-        for path in (directory / "before", directory)
-    )
+    before, after = read_predictions(directory / "before"), read_predictions(directory)
     scores = f"{accuracy(before)} correct before training, {accuracy(after)} after"
     print(f"\n{len(after)} unseen dates: {scores}")
     for then, now in zip(before[:3], after[:3], strict=True):
@@ -135,9 +131,7 @@ def show(directory: Path) -> None:
     words = [sys.executable, str(Path(__file__).with_name("plot_runs.py")), str(directory)]
     words += ["--panels", "loss", "lr", "--picture", str(directory / "losses.png")]
     words += ["--title", f"make demo: {accuracy(after)} of {len(after)} unseen dates are correct"]
-    code = subprocess.run(words).returncode
-    if code:
-        sys.exit(code)
+    sys.exit(subprocess.run(words).returncode)
 
 
 def main() -> None:
@@ -153,25 +147,26 @@ def main() -> None:
     if directory.is_relative_to(ROOT):
         directory = directory.relative_to(ROOT)  # for commands that can be typed again
     os.chdir(ROOT)
-    flags = (
+    data = (
         f"--dataset {directory}/dates.jsonl --val-dataset {directory}/held_out.jsonl "
         "--source-column text --target-column date --source-prefix '' "
-        "--target-length 16 --batch-size 64 "
+        "--target-length 16 --batch-size 64"
     )
-    evaluate = "--evaluate-only --output-dir "
     if not (directory / "model").is_dir():
         directory.mkdir(parents=True, exist_ok=True)
         write_inputs(directory, args.rows)
-    if not (directory / "before/predictions.jsonl").is_file():
-        run(f"--model-name {directory}/model {flags}{evaluate}{directory}/before")
-    if not (directory / "final").is_dir():
-        run(
-            f"--model-name {directory}/model {flags}--epochs {args.epochs} "
-            "--lr 3e-3 --warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 94 "
-            f"--output-dir {directory}"
-        )
-    if not (directory / "predictions.jsonl").is_file():
-        run(f"--model-name {directory}/final {flags}{evaluate}{directory}")
+    commands = {  # by what they write
+        "before/predictions.jsonl": f"--model-name {directory}/model {data} --evaluate-only "
+        f"--output-dir {directory}/before",
+        "final": f"--model-name {directory}/model {data} --epochs {args.epochs} --lr 3e-3 "
+        "--warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 94 "
+        f"--output-dir {directory}",
+        "predictions.jsonl": f"--model-name {directory}/final {data} --evaluate-only "
+        f"--output-dir {directory}",
+    }
+    for name, flags in commands.items():
+        if not (directory / name).exists():
+            run(flags)
     show(directory)
 
 

@@ -24,8 +24,7 @@ tiny=${TINY:-}
 mkdir -p "$out"
 export HF_HUB_OFFLINE=1 STAGED_BUILD=${STAGED_BUILD:-$out/staged}
 export PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
-# torchrun ends ranks that ignore SIGTERM after this time.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5  # then torchrun ends ranks that ignore SIGTERM
 
 run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many seconds
     local name=$1 limit=$2 start=$SECONDS left=$((deadline - SECONDS))
@@ -40,7 +39,7 @@ run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many sec
     local code=$?
     {
         echo "$name: exit code $code after $((SECONDS - start)) of $limit s"
-        grep -E "^\| |batch that fits|[0-9]+ (passed|failed|skipped)" "$out/$name.txt"
+        grep -E "^\| |[0-9]+ (passed|failed|skipped)" "$out/$name.txt"
     } | tee -a "$out/summary.txt"
     return $code
 }
@@ -52,57 +51,47 @@ tests() {  # NAME SECONDS FLAGS...: run tests, on many cores if pytest-xdist is 
     run "$name" "$limit" -m pytest -p no:cacheprovider "$@"
 }
 
+memory() {  # NAME SECONDS MODEL FLAGS...: run benchmarks/memory.py
+    local name=$1 limit=$2 model=$3
+    shift 3
+    [ -z "$tiny" ] || set -- "$@" --length 64 --steps 1 --max-batch-size 2
+    [ -z "$tiny" ] || model=${tiny_model:-tiny}
+    run "$name" "$limit" benchmarks/memory.py --models "$model" "$@"
+}
+
 phase_a() {  # several ranks on this GPU: losses, a kill, a resume with other ranks, the export
     run a-build 90 tests/gpu/staged.py || return
     tests a-ranks 170 tests/test_ranks_on_one_gpu.py ${tiny:+-m "not slow"}
 }
 
 phase_b() {  # one rank of many: its peak against the estimate
-    local small="llama-2-7b --steps 4" large="llama-2-70b --steps 2" fsdp
-    [ -z "$tiny" ] || small="tiny --length 64 --steps 1" large=$small
-    for fsdp in 1 2; do
-        run b-7b-fsdp$fsdp 50 benchmarks/one_rank_of_many.py --ranks 8 --model $small --fsdp $fsdp
-    done
-    for fsdp in 1 2; do
-        run b-70b-fsdp$fsdp 90 benchmarks/one_rank_of_many.py --ranks 32 --model $large \
-            --fsdp $fsdp
-    done
+    memory b-7b 100 llama-2-7b --ranks 8 --length 4096 --strategies full_shard "full_shard --fsdp 2"
+    memory b-70b 180 llama-2-70b --ranks 32 --length 4096 \
+        --strategies full_shard "full_shard --fsdp 2"
 }
 
-phase_c() {  # 7B on this GPU: tokens/s and MFU
-    local ours="benchmarks/one_gpu.py --turns 1 --loops ours --steps 5"
-    [ -z "$tiny" ] || ours+=" --model tiny --length 64"
-    run c-batch-4 50 $ours --batch-size 4
-    run c-batch-1 40 $ours
-    run c-not-recomputed 40 $ours --no-activation-checkpointing
-    run c-compiled 90 $ours --compile
-    run c-qlora 60 $ours --lora-rank 16 --load-in-4bit --memory-limit-gb 24
+phase_c() {  # 7B on this GPU: tokens/s and TFLOP/s
+    local ours="--processes 1 --length 4096 --steps 5 --strategies"
+    memory c-batch-4 50 llama-2-7b $ours full_shard --batch-size 4
+    memory c-batch-1 130 llama-2-7b $ours full_shard "full_shard --no-activation-checkpointing"
+    [ -n "$tiny" ] || memory c-compiled 90 llama-2-7b $ours "full_shard --compile"
+    memory c-qlora 60 llama-2-7b $ours "full_shard --lora-rank 16 --load-in-4bit" --memory-limit-gb 24
 }
 
 phase_d() {  # the Trainer beside our scripts
-    local theirs="benchmarks/one_gpu.py --turns 1 --steps 5" side="--preset gpu --rows 400"
-    [ -z "$tiny" ] || theirs+=" --model tiny --length 64" side="--preset cpu --rows 40"
-    run d-7b 60 $theirs --loops trainer
-    run d-7b-lora 80 $theirs --lora-rank 16
-    run d-gpt2-large 80 benchmarks/side_by_side.py $side --processes 1 --peers trainer --epochs 1
+    local side="--preset gpu" steps=20
+    [ -z "$tiny" ] || side="--preset cpu --rows 100" steps=1
+    run d-gpt2-large 80 benchmarks/speed.py $side --processes 1 --against trainer --rounds 1 \
+        --steps $steps
 }
 
 phase_e() {  # the largest batch of rank 0 of 2 in 24 GB, as in huggingface.co/blog/pytorch-fsdp
-    local search="--ranks 2 --length 128 --precision fp32 --memory-limit-gb 24 --largest-batch"
-    local models="gpt2-xl gpt2-large" model strategy at_once
-    local strategies=(full_shard shard_grad_op ddp)
-    [ -z "$tiny" ] || models="tiny-gpt2" search+=" --max-batch-size 2"
+    local search="--ranks 2 --length 128 --precision fp32 --memory-limit-gb 24 --largest-batch --steps 1"
+    local strategies=(full_shard shard_grad_op ddp) model tiny_model=tiny-gpt2
     # Offloaded shards are pinned, which needs a GPU.
     [ -n "$tiny" ] || strategies+=("full_shard --cpu-offload" "shard_grad_op --cpu-offload")
-    at_once=$(python -c "import torch; print(torch.cuda.mem_get_info()[1] // 26_000_000_000)")
-    for model in $models; do
-        for strategy in "${strategies[@]}"; do
-            while (($(jobs -rp | wc -l) >= ${at_once:-2})); do
-                wait -n
-            done
-            run "e-$model-${strategy// --/-}" 60 benchmarks/one_rank_of_many.py --model "$model" \
-                $search --strategy $strategy &
-        done
+    for model in gpt2-xl gpt2-large; do
+        memory "e-$model" 240 "$model" $search --strategies "${strategies[@]}" &
     done
     wait
 }

@@ -1,10 +1,9 @@
-"""Compare tools/memory_estimator.py with measured memory and traffic and published figures."""
+"""Compare tools/memory_estimator.py with measured memory and published figures."""
 
 import gc
 import importlib
 import importlib.util
 import json
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ROOT, launch
+from conftest import launch
 from copied import edited_text
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
@@ -62,13 +61,13 @@ def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @needs_extras
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_estimates_equal_measured_memory_and_traffic(nodes, odd_models, tmp_path):
-    """Include padding, which differs in bf16. Python does not see DDP's collectives. Optimizer
+def test_estimates_equal_measured_memory(nodes, odd_models, tmp_path):
+    """Include padding, which differs in bf16. Optimizer
     states have no padding: check rank 0's, and that all ranks together hold two moments for each
     copy of the model."""
     models = {}
     for script, path in odd_models.items():
-        for strategy in dict(memory_estimator.MODES):
+        for strategy in memory_estimator.STRATEGIES:
             models[f"{script} {strategy}"] = [path, "fp32"]
         models[f"{script} full_shard bf16"] = [path, "bf16"]
         models[f"{script} full_shard tiny"] = ["tiny", "fp32"]
@@ -93,8 +92,7 @@ def test_estimates_equal_measured_memory_and_traffic(nodes, odd_models, tmp_path
         name = tiny[script] if path == "tiny" else path
         machine = ["--nodes", nodes, "--gpus-per-node", 2, "--seq-length", 8]
         args, model = read("--model-name", name, *machine, "--precision", *flags)
-        choices = memory_estimator.choices(model, args)
-        rows = [memory_estimator.estimate(model, args, *choice) for choice in choices]
+        rows = memory_estimator.estimates(model, args)
         estimates = {row["strategy"]: row for row in rows if not row["cpu_offload"]}
         estimate, ranks = estimates[strategy], measured[key]
         assert {state: ranks[0][state] for state in STATES} == {x: estimate[x] for x in STATES}, key
@@ -102,8 +100,6 @@ def test_estimates_equal_measured_memory_and_traffic(nodes, odd_models, tmp_path
             continue
         for rank in ranks:
             assert [rank[x] for x in STATES[:2]] == [estimate[x] for x in STATES[:2]], key
-            if strategy != "ddp":
-                assert estimate["sent_bytes_per_gpu"] == round(rank["sent_bytes_per_gpu"]), key
         copies = {"ddp": 2 * nodes, "hybrid_shard": nodes}.get(strategy, 1)
         moments = sum(rank["optimizer_bytes"] for rank in ranks)
         assert moments == 2 * copies * estimates["ddp"]["parameter_bytes"], key
@@ -163,51 +159,24 @@ def test_estimates_are_near_published_measurements():
     assert statistics.median(errors) <= 0.1 and max(errors) <= 0.25
 
 
-@pytest.mark.parametrize("flags, line, expected", [
-    ("", "full_shard fits on 1 x 8 GPUs: 15.5 of 80 GB. C", {"activation_checkpointing": True}),
-    ("--model-name llama-2-70b", "full_shard with --fsdp 2 --cpu-offload fits on 1 x 8 GPUs: 10.6 "
-     "of 80 GB, and 1,168 GB of CPU memory per node. C", {"cpu_offload": True, "fsdp": 2}),
-    ("--model-name llama-2-70b --fsdp 1", "full_shard with --cpu-offload fits on 1 x 8 GPUs: 72.4 "
-     "of 80 GB, and 2,071 GB of CPU memory per node. C", {"cpu_offload": True, "fsdp": 1}),
-    ("--model-name llama-2-70b --precision fp16 --fsdp 2", "full_shard fits on 3 x 8", {}),
-    ("--model-name tiny-t5 --target-length 32", "full_shard fits",
-     {"model_name": "tiny", "source_length": 256, "target_length": 32}),
-    ("--model-name gpt2 --script gpt2_fsdp.py", "full_shard fits", {"block_size": 1024}),
-    ("--seq-length 4096 --no-activation-checkpointing --precision fp32 --optimizer "
-     "paged_adamw_32bit", "full_shard fits", {"max_seq_length": 4096, "precision": "fp32",
-     "activation_checkpointing": False, "optimizer": "paged_adamw_32bit"}),
-    ("--lora-rank 16 --load-in-4bit --gpus-per-node 1 --gpu-memory-gb 24", "full_shard fits on 1 "
-     "x 1 GPUs: 5.7 of 24 GB", {"lora_rank": 16, "load_in_4bit": True, "fsdp": 2}),
+@pytest.mark.parametrize("flags, strategy, peak, nodes", [
+    ("", "full_shard, recomputed", "15.51", 1),
+    ("--model-name meta-llama/Llama-2-7b-hf", "ddp, recomputed", "122.83", None),
+    ("--model-name llama-2-70b", "full_shard, recomputed", "145.68", 3),
+    ("--model-name llama-2-70b --fsdp 2 --nodes 2", "full_shard, offload, recomputed", "10.58", 1),
+    ("--model-name llama-2-70b --precision fp16 --fsdp 2", "full_shard, recomputed", "145.68", 3),
+    ("--lora-rank 16 --load-in-4bit --gpus-per-node 1 --gpu-memory-gb 24",
+     "full_shard, recomputed", "5.73", 1),
 ])  # fmt: skip
-def test_verdict_contains_a_command_that_the_script_accepts(
-    flags, line, expected, monkeypatch, capsys
-):
-    monkeypatch.chdir(ROOT)
+def test_tables_say_what_fits(flags, strategy, peak, nodes, monkeypatch, capsys):
     for name in ("peft", "bitsandbytes"):  # not needed
         monkeypatch.setitem(sys.modules, name, None)
     memory_estimator.main(flags.split())
-    printed = capsys.readouterr().out
-    assert printed.count("\n  full_shard  ") == len(memory_estimator.TABLES)
-    first, command, *others = printed.splitlines()
-    assert first.startswith(line)
-    words = shlex.split(command)
-    assert f"fits on {words[2]} x {words[4]} GPUs" in first
-    # The tables are for the command's flags, under which full_shard fits.
-    (header,) = (line for line in others if " parameters in " in line)
-    assert f" {words[2]} x {words[4]} GPUs of " in header
-    assert ("FSDP2" in header) == ("--fsdp 2" in command)
-    offload = "full_shard" + " + offload" * ("--cpu-offload" in words)
-    peaks = printed.partition("GB on each GPU, peaks")[2].partition("\n\n")[0].splitlines()[1:]
-    cells = {line[:30].strip(): line[30:].split() for line in peaks}
-    assert cells[offload][3:] == ["yes", words[2]]
-    (index,) = (i for i, word in enumerate(words) if word.endswith(".py"))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", words[4])
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    script = importlib.import_module(words[index].removesuffix(".py"))
-    monkeypatch.setattr(sys, "argv", [*words[index:], "--dataset", "docstrings.jsonl"])
-    values = memory_estimator.flags_of(script.parse_args())
-    assert {name: values[name] for name in expected} == expected
+    training, others = capsys.readouterr().out.split("\n\n")[1:3]
+    rows = [{line[:36].strip(): line[36:].split() for line in table.splitlines()}
+            for table in (training, others)]  # fmt: skip
+    assert rows[0][strategy][-1] == peak
+    assert rows[1][strategy][2:4] == [str(nodes == 1), str(nodes)]
 
 
 def test_defaults_of_a_copy_are_estimated(tmp_path, capsys):
@@ -215,7 +184,7 @@ def test_defaults_of_a_copy_are_estimated(tmp_path, capsys):
     new = "field(default_factory=lambda: block_dataset.Data(block_size=512))"
     (tmp_path / "my_script.py").write_text(edited_text("gpt2_fsdp", {old: new}))
     memory_estimator.main(["--model-name", "gpt2", "--script", str(tmp_path / "my_script.py")])
-    assert " 1 x 512 tokens per GPU" in capsys.readouterr().out
+    assert "seq_length=512," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, sizes, block, units", [
@@ -229,13 +198,13 @@ def test_other_architectures_are_estimated(name, sizes, block, units, tmp_path, 
     config = getattr(transformers, name)(**sizes)
     config.save_pretrained(tmp_path)
     memory_estimator.main(["--model-name", str(tmp_path), "--seq-length", "64"])
-    assert f" in {units} units; " in capsys.readouterr().out
+    assert f" in {units} units\n" in capsys.readouterr().out
     args, model = read("--model-name", tmp_path, "--seq-length", 64)
-    built, blocks = memory_estimator.build(memory_estimator.load_script(args, config), config, name)
+    built, blocks = memory_estimator.build(memory_estimator.load_script(args, config), config)
     assert block in {x.__name__ for x in blocks}
     assert model.parameters == built.num_parameters() and model.activations > model.stays
 
 
-def test_unknown_model_lists_the_built_in_ones(process_group):
-    with pytest.raises(ranks.Problem, match="Built-in sizes: llama-2-7b, tiny, llama-2-13b, "):
+def test_unknown_model_is_refused(process_group):
+    with pytest.raises(ranks.Problem, match="lama-2-7b is not a directory, and not available"):
         memory_estimator.load_config("lama-2-7b")

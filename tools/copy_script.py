@@ -1,4 +1,4 @@
-"""Copy a script, the modules that it imports, and what makes them a project of their own.
+"""Copy a script, all modules that it imports, and what makes them a project of their own.
 
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers watchdog
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without all
@@ -11,37 +11,47 @@ of that name in optional/ or prepare/, or the folder prepare/.
 import argparse
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from importlib.util import resolve_name
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py")
-# Files of the repository, and their places in a copy.
-OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt")}
-OTHERS |= {x: x for x in ("tools/generate.py", "tools/docstrings.py")}
-OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
+OTHERS = {  # files of the repository by their place in a copy
+    "LICENSE": "LICENSE",
+    "launch.slurm": "launch.slurm",
+    "requirements-extras.txt": "requirements-extras.txt",
+    "tools/generate.py": "tools/generate.py",
+    "tools/docstrings.py": "tools/docstrings.py",
+    "README.md": "tools/copy/README.md",
+    "test_copy.py": "tools/copy/test_copy.py",
+}
 MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
 PACKAGES = {"rouge-score": "rouge_score"}  # packages whose modules have other names
 
 
 def read(path: Path, without: Sequence[str]) -> str:
     """Return the text of a file without the lines that are marked with an optional module."""
-    lines = path.read_text().splitlines(keepends=True)
-    marks = [MARK.search(line.rstrip()) for line in lines]
-    pairs = zip(lines, marks, strict=True)
-    return "".join(line for line, mark in pairs if not (mark and mark[1] in without))
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        mark = MARK.search(line)
+        if mark is None or mark[1] not in without:
+            kept.append(line)
+    return "".join(kept)
 
 
-def imported_names(path: Path, text: str) -> Iterator[str]:
-    """Yield the absolute names of all modules that a file imports, including inside functions."""
-    package = path.relative_to(ROOT).parent.parts
+def imported_names(path: Path, text: str) -> set[str]:
+    """Return the absolute names of all modules that a file imports, including inside functions."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    names = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
 
 
 def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
@@ -52,10 +62,11 @@ def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
     while waiting:
         path = waiting.pop()
         files[path] = read(path, without)
-        for name in filter(None, imported_names(path, files[path])):
+        for name in imported_names(path, files[path]):
             module = ROOT / name.replace(".", "/")
-            found = (module.with_suffix(".py"), module / "__init__.py")
-            waiting += [x for x in found if x.is_file() and x not in files]
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file.is_file() and file not in files:
+                    waiting.append(file)
     return files
 
 
@@ -73,13 +84,43 @@ def requirements(files: dict[Path, str]) -> str:
     return "".join(line for line, name in names.items() if PACKAGES.get(name, name) in needed)
 
 
+def other_files(script: str, files: dict[Path, str]) -> dict[str, str]:
+    """Return the texts of the files that make a copy a project, by their place in it."""
+    texts = {place: (ROOT / file).read_text() for place, file in OTHERS.items()}
+    texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
+    texts["requirements.txt"] = requirements(files)
+    name = Path(script).stem
+    changes = {
+        "README.md": {"SCRIPT": script, "output/NAME": f"output/{name}"},
+        "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'},
+        "launch.slurm": {"script=T5_training.py": f"script={script}"},
+    }
+    for place, words in changes.items():
+        for old, new in words.items():
+            texts[place] = texts[place].replace(old, new)
+    return texts
+
+
 def main() -> None:
-    """Copy a script and its modules; print the number of lines and the path of each file."""
+    """Copy a script and its modules, and print what to do next."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("script", type=lambda path: Path(path).name, choices=SCRIPTS)
-    parser.add_argument("directory", type=Path, help="created if it does not exist")
-    help_text = "leave out these optional parts, or all"
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help=help_text)
+    parser.add_argument(
+        "script",
+        type=lambda path: Path(path).name,
+        choices=SCRIPTS,
+    )
+    parser.add_argument(
+        "directory",
+        type=Path,
+        help="created if it does not exist",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="optional parts, or all",
+    )
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
         parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
@@ -89,36 +130,22 @@ def main() -> None:
         text = f"{args.script} has no optional {', '.join(sorted(unknown))}. It has: "
         parser.exit(1, f"error: {text}{', '.join(rooms)}.\n")
     files = needed_files(ROOT / args.script, without)
-    texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
-    texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
-    texts["requirements.txt"] = requirements(files)
-    settings, _, _ = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")
-    texts["pyproject.toml"] = settings
-    name = Path(args.script).stem
-    readme = {"SCRIPT": args.script, "output/NAME": f"output/{name}"}
-    words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
-    words["launch.slurm"] = {"script=T5_training.py": f"script={args.script}"}
-    total = 0
-    for place, text in sorted(texts.items()):
-        for old, new in words.get(place, {}).items():
-            text = text.replace(old, new)
+    texts = other_files(args.script, files)
+    for file, text in files.items():
+        texts[str(file.relative_to(ROOT))] = text
+    for place, text in texts.items():
         target = args.directory / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
-        if ROOT / place in files:
-            total += (lines := len(text.splitlines()))
-            print(f"{lines:6,}  {target}")
-    others = ", ".join(sorted(texts.keys() - {str(file.relative_to(ROOT)) for file in files}))
-    print(f"{total:6,}  lines in all, and {others}")
-    place = f"cd {args.directory}; "
+    print(f"Copied {len(texts)} files.")
     start = f"python {args.script} --model-name tiny --dataset"
     if "prepare" in without:
         flags = f"--model-name tiny --dataset docstrings.jsonl --output-dir {args.directory}/data"
         print("Next: python tools/docstrings.py docstrings.jsonl")
         print(f"      python tools/prepare.py {args.script} {flags}")
-        print(f"      {place}{start} data/prepared")
+        print(f"      cd {args.directory}; {start} data/prepared")
         return
-    print(f"Next: {place}python tools/docstrings.py docstrings.jsonl")
+    print(f"Next: cd {args.directory}; python tools/docstrings.py docstrings.jsonl")
     print(f"      {start} docstrings.jsonl")
 
 

@@ -18,36 +18,19 @@ import policies
 from core import ranks, weights
 from core.steps import parameter_groups
 
-SENT = {"bytes": 0.0}
-
-
-def count(name: str, times: int, position: int) -> None:
-    """Make a collective add the bytes that a ring sends: `times` (k - 1) / k of the tensor."""
-    collective = getattr(dist, name)
-
-    def counting_collective(*args: object, **options: object) -> object:
-        whole = args[position] if args else options["input"]  # FSDP2 passes keywords
-        tensors = whole if isinstance(whole, list) else [whole]
-        ranks = dist.get_world_size(options.get("group"))
-        SENT["bytes"] += times * sum(x.nbytes for x in tensors) * (ranks - 1) / ranks
-        return collective(*args, **options)
-
-    setattr(dist, name, counting_collective)
-
 
 def step(script: ModuleType, args: Any, device: torch.device) -> dict[str, float]:
-    """Return the bytes stored after the backward pass and after the step, and the bytes sent."""
+    """Return the bytes stored after the backward pass and after the step."""
     model, blocks, _, initial = script.load_model(args, True)
     shapes = weights.whole_shapes(model)
     model = script.wrap_model(args, device, model, blocks, initial)
     optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
-    SENT["bytes"] = 0.0
     with policies.autocast(model, device, args.sharding.precision):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     logits.float().logsumexp(-1).sum().backward()
-    sizes = {"sent_bytes_per_gpu": SENT["bytes"]}
+    sizes = {}
     scales = []
     for state in filter(None, (getattr(m, "quant_state", None) for m in model.modules())):
         scales += [state.absmax, state.state2.absmax, state.offset, state.code]
@@ -61,9 +44,6 @@ def step(script: ModuleType, args: Any, device: torch.device) -> dict[str, float
 if __name__ == "__main__":
     output, models = sys.argv[1], json.loads(sys.argv[2])
     results, device = {}, None
-    count("all_gather", times=1, position=0)
-    count("reduce_scatter_single", times=1, position=1)
-    count("all_reduce", times=2, position=0)
     for key, (name, flags) in models.items():
         script = importlib.import_module(name)
         sys.argv = [name, *flags, "--dataset", "docstrings.jsonl", "--output-dir", output]
