@@ -3,6 +3,7 @@ arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
 import io
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -84,13 +85,13 @@ class Run:
     """export best/ after each validation with the lowest loss so far"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype of the weights in best/ and final/"""
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Annotated[float, Range(1e-12, 30_000)] = 30.0
     """limit for a collective or download"""
 
     def problems(self, _: Any) -> list[str]:
         """Return a message if --output-dir is a file, or in one."""
         for path in (self.output_dir, *self.output_dir.parents):
-            if path.is_file():
+            if os.path.isfile(path):
                 return [f"--output-dir {path} is a file. Pass a directory."]
         return []
 

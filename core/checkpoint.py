@@ -40,7 +40,7 @@ NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 # What two configs of one model may differ in.
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # What a resume takes from its own start, or needs no more.
-OF_START = ("identity", "flags", "hyperparameters", "files", "processes", "sums")
+OF_START = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
 
 
 @dataclass
@@ -230,11 +230,17 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
     values["sums"] = {}
     for of_rank in sums:
         values["sums"] |= of_rank
+    values["crc"] = crc_of(values)
     temporary = path / f"{STATE}.tmp"
     temporary.write_text(json.dumps(values, indent=1, default=str))
     temporary.rename(path / STATE)
     prune(path.parent, run.keep_checkpoints, path)
     write_status(run.output_dir, "running")
+
+
+def crc_of(values: dict) -> int:
+    """Return a CRC of the values in train_state.json. Any rank."""
+    return zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 def read_state(path: Path) -> dict:
@@ -256,9 +262,13 @@ def is_complete(path: Path) -> bool:
     """Return whether a checkpoint has all its files and values. Rank 0 only."""
     try:
         values = read_state(path)
+        if values.pop("crc", None) != crc_of(values):
+            return False
         for name, default in vars(State({}, [])).items():
             if not isinstance(values[name], type(default)):
                 return False
+        if not isinstance(values.get("sums", {}), dict):
+            return False
         sizes = {name: (path / name).stat().st_size for name in values["files"]}
         is_whole = ".metadata" in sizes and sizes == values["files"] and values["processes"] > 0
         return is_whole and path.name == f"step-{values['step']:08d}"
