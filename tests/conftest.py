@@ -59,25 +59,66 @@ SHORT = {  # flags for texts that take little time
     "gpt2_fsdp": ["--block-size", "32"],
     "llama_fsdp": ["--max-seq-length", "256", "--no-packing"],
 }
+# A wait of more than SLOWDOWN times the seconds that a quiet machine needs is a hang. No test has a
+# time limit of its own, because an earlier failure may only mean that the machine is busy.
+SLOWDOWN = 10
+LAUNCH_SECONDS = 90  # that the longest launch of a script needs on a quiet machine
 WIDE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 128}  # fmt: skip
 
 
-def launch(
-    processes: int, script: str | Path, *args: object, check: bool = True, **options: object
+def hang_message(quiet_seconds: float) -> str:
+    """Return what to say about a wait of more than SLOWDOWN times `quiet_seconds`."""
+    return (
+        f"Not over after {SLOWDOWN * quiet_seconds:.0f} s, {SLOWDOWN} times what a quiet machine "
+        f"needs: a hang, or a very busy machine (load {os.getloadavg()[0]:.0f})."
+    )
+
+
+def finish(
+    process: subprocess.Popen, quiet_seconds: float = LAUNCH_SECONDS, stdin: str | None = None
 ) -> subprocess.CompletedProcess:
-    """Run a script on `processes` ranks (0: without torchrun) and return its output as text."""
+    """Wait for the end of a process, which takes `quiet_seconds` on a quiet machine. Return its
+    exit code and output."""
+    try:
+        output, error = process.communicate(stdin, timeout=SLOWDOWN * quiet_seconds)
+    except subprocess.TimeoutExpired as expired:
+        process.kill()
+        written = b"\n".join(filter(None, [expired.output, expired.stderr]))
+        pytest.fail(f"{hang_message(quiet_seconds)}\n{written.decode()[-6000:]}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output, error)
+
+
+def wait_until(
+    condition: Callable[[], object], quiet_seconds: float = 20, report: Callable[[], str] = str
+) -> None:
+    """Wait until `condition` holds, which takes at most `quiet_seconds` on a quiet machine. Add
+    the text of `report` to the failure of a wait that hangs."""
+    end = time.monotonic() + SLOWDOWN * quiet_seconds
+    while not condition():
+        assert time.monotonic() < end, f"{hang_message(quiet_seconds)}\n{report()}"
+        time.sleep(0.05)
+
+
+def launch(
+    processes: int, script: str | Path, *args: object, check: bool = True,
+    quiet_seconds: float = LAUNCH_SECONDS, lines: str | None = None, **options: object,
+) -> subprocess.CompletedProcess:  # fmt: skip
+    """Run a script on `processes` ranks (0: without torchrun), with `lines` as its input. Return
+    its exit code and output as text."""
     path = script if script in ("-m", "-c") else str(ROOT / script)
     command = [sys.executable, path, *map(str, args)]
     if processes:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*torchrun, str(processes)]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600} | options
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes |= {"stdin": subprocess.PIPE} if lines else {}
+    options = {"cwd": ROOT} | pipes | options
     if path.startswith(str(ROOT / "tests/workers")):
         paths = [*(str(ROOT / folder) for folder in WORKER_PATHS), *sys.path]
         options.setdefault("env", os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-    result = subprocess.run(command, **options)
+    result = finish(subprocess.Popen(command, **options), quiet_seconds, lines)
     if check:
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr[-6000:]}"
     return result
@@ -106,19 +147,9 @@ def live_metrics(output: Path, event: str) -> list[dict]:
     return []
 
 
-def wait_until(
-    condition: Callable[[], object], seconds: float = 120, report: Callable[[], str] = str
-) -> None:
-    """Wait until `condition` holds. After `seconds`, fail with the message of `report`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, report()
-        time.sleep(0.1)
-
-
 def wait_for_step(output: Path, step: int) -> None:
     """Wait until a run has logged the step."""
-    wait_until(lambda: step in [line["step"] for line in live_metrics(output, "train")], 240)
+    wait_until(lambda: step in [line["step"] for line in live_metrics(output, "train")], 60)
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:

@@ -13,7 +13,7 @@ from conftest import ROOT, launch
 
 def run(command: str) -> str:
     """Run a benchmark program and return its output."""
-    return launch(0, *f"benchmarks/{command}".split(), timeout=None).stdout
+    return launch(0, *f"benchmarks/{command}".split(), quiet_seconds=600).stdout
 
 
 @pytest.mark.parametrize("flags", [

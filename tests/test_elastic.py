@@ -7,7 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from conftest import ROOT, launch, live_metrics, losses, metrics, status, wait_for_step, wait_until
+from conftest import (
+    ROOT,
+    finish,
+    launch,
+    live_metrics,
+    losses,
+    metrics,
+    status,
+    wait_for_step,
+    wait_until,
+)
 from slurm_cluster import free_ports
 
 
@@ -48,10 +58,10 @@ def test_node_joining_and_leaving_does_not_change_losses(start_node, chats, tmp_
     first = start_node(*command)
     wait_for_step(output, 10)
     second = start_node(*command)
-    wait_until(lambda: len(live_metrics(output, "start")) == 2, 240, lambda: "no node has joined")
+    wait_until(lambda: len(live_metrics(output, "start")) == 2, 30, lambda: "no node has joined")
     wait_for_step(output, max(losses(output)) + 25)
     os.killpg(second.pid, signal.SIGKILL)
-    assert first.wait(300) == 0
+    assert finish(first).returncode == 0
     assert [start["world_size"] for start in metrics(output, "start")] == [1, 2, 1]
     optims = [start["arguments"]["optim"] for start in metrics(output, "start")]
     batches = [(x["batch_size"], x["gradient_accumulation_steps"]) for x in optims]

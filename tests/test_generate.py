@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import transformers
-from conftest import ROOT, launch
+from conftest import ROOT, finish, launch
 
 
 def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
     """Run tools/generate.py with `lines` as standard input."""
-    return launch(0, "tools/generate.py", *args, input=lines, check=False)
+    return launch(0, "tools/generate.py", *args, lines=lines, check=False)
 
 
 @pytest.mark.parametrize("kind", ["t5", "gpt2"])
@@ -63,13 +63,13 @@ def test_terminal_is_a_chat_of_several_turns(chat_directory):
     command = [sys.executable, str(ROOT / "tools/generate.py"), chat_directory, *map(str, FEW)]
     process = subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, text=True)
     os.write(controller, b"one\n\ntwo\n\4")  # the last is Ctrl-D
-    output, _ = process.communicate(timeout=120)
+    result = finish(process)
     os.close(controller)
     os.close(terminal)
     first = greedy(chat_directory, "uonea")
     second = greedy(chat_directory, f"uonea{first}utwoa")
     assert second != greedy(chat_directory, "utwoa")
-    assert process.returncode == 0 and output == f"> {first}\n> > {second}\n> "
+    assert result.returncode == 0 and result.stdout == f"> {first}\n> > {second}\n> "
 
 
 def test_empty_answer_is_reported(gpt2_directory, tmp_path):

@@ -8,11 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_until
 
 from core.ranks import Problem
 from optional import lock, watchdog
@@ -27,7 +26,7 @@ lock.hold(pathlib.Path(sys.argv[1]))
 child = os.fork()
 if child:
     print(child, flush=True)
-time.sleep(100)
+time.sleep(10_000)
 os._exit(0)  # a normal exit could hang
 """
 
@@ -82,6 +81,6 @@ def test_watchdog_writes_stacks_of_a_process_that_hangs(process_group, tmp_path)
     watchdog.stop()
     assert not file.exists()
     watchdog.restart(tmp_path, minutes)
-    time.sleep(0.6)
+    wait_until(lambda: "test_watchdog_writes_stacks" in file.read_text(), 1)
     watchdog.stop()
     assert "test_watchdog_writes_stacks" in file.read_text()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from chaos import workers
-from conftest import ROOT, error_lines, launch, wait_until
+from conftest import ROOT, error_lines, finish, launch, wait_until
 from slurm_cluster import free_ports
 
 from tools import preflight
@@ -34,8 +34,8 @@ def run_async(*flags: object, torchrun: tuple = ("--standalone",)) -> subprocess
 
 def worker_pid(process: subprocess.Popen, rank: int, output: Path) -> int:
     """Wait until a rank starts to measure and return its process id."""
-    wait_until(lambda: len(workers(process.pid)) == 2, 60)
-    wait_until((output / "tmp-preflight").is_dir, 100)
+    wait_until(lambda: len(workers(process.pid)) == 2)
+    wait_until((output / "tmp-preflight").is_dir)
     return workers(process.pid)[rank]
 
 
@@ -55,8 +55,8 @@ def test_slow_rank_is_reported(rank, tmp_path):
     process = run_async(*TINY, tmp_path)
     pid = worker_pid(process, rank, tmp_path)
     threading.Thread(target=throttle, args=(process, pid), daemon=True).start()
-    _, error = process.communicate(timeout=300)
-    (message,) = error_lines(error)
+    result = finish(process)
+    (message,) = error_lines(result.stderr)
     assert message.startswith(f"error: rank {rank} on {HOST} is slow: ")
     assert "matrix products" in message and message.count(" is slow: ") == 1
     assert process.returncode == 1 and not list(tmp_path.iterdir())
@@ -64,15 +64,14 @@ def test_slow_rank_is_reported(rank, tmp_path):
 
 @pytest.mark.slow
 def test_silent_rank_is_reported(tmp_path):
-    process = run_async(*TINY, tmp_path, "--timeout-seconds", 5)
+    process = run_async(*TINY, tmp_path, "--timeout-seconds", 20)
     pid = worker_pid(process, 1, tmp_path)
     time.sleep(1)
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: workers(process.pid) == [pid], 60)
+    wait_until(lambda: workers(process.pid) == [pid], 30)
     os.kill(pid, signal.SIGKILL)  # otherwise torchrun would wait for it
-    _, error = process.communicate(timeout=60)
-    (message,) = error_lines(error)
-    assert process.returncode == 1 and "1 failed to pass monitoredBarrier in 5000 ms" in message
+    (message,) = error_lines(finish(process).stderr)
+    assert process.returncode == 1 and "1 failed to pass monitoredBarrier in 20000 ms" in message
 
 
 @pytest.mark.slow
@@ -93,7 +92,7 @@ def test_two_nodes_measure_both_links_and_report_unshared_disk(outputs, tmp_path
     rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1")
     rendezvous += ("--rdzv-endpoint", f"localhost:{port}")
     nodes = [run_async(*TINY, tmp_path / output, torchrun=rendezvous) for output in outputs]
-    printed, _ = max(node.communicate(timeout=300) for node in nodes)
+    printed = max(finish(node).stdout for node in nodes)
     for row in ("all-reduce in node, 4.19 MB", "all-reduce across, 0.0655 MB"):
         assert f"\n{row} " in printed
     is_shared = outputs[0] == outputs[1]

@@ -43,8 +43,8 @@ def run_demo(directory: Path, *flags: object) -> str:
     command = ["make", "--no-print-directory", "-n", "-B", "demo"]
     recipe = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()[-1]
     words = shlex.split(recipe.replace("output/demo", f"{directory}/output/demo"))
-    words = [sys.executable, *words[1:], *map(str, flags)]
-    return subprocess.check_output(words, cwd=ROOT, text=True, timeout=900)
+    words = [*words[1:], *map(str, flags)]
+    return launch(0, *words, quiet_seconds=240).stdout
 
 
 def ask_demo_model(directory: Path) -> str:

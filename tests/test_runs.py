@@ -18,6 +18,7 @@ from conftest import (
     check_equal_runs,
     check_equal_weights,
     error_lines,
+    finish,
     launch,
     losses,
     metrics,
@@ -74,8 +75,8 @@ def test_run_stopped_by_a_signal_or_killed_torchrun_resumes(uninterrupted, flags
         process.send_signal(number)
         for pid in pids if number == signal.SIGUSR1 else ():  # as Slurm does
             os.kill(pid, number)
-        assert process.wait(timeout=100) != 0
-        wait_until(lambda pids=pids: all(map(is_over, pids)), 100)
+        assert finish(process).returncode != 0
+        wait_until(lambda pids=pids: all(map(is_over, pids)))
         assert status(tmp_path) == "stopped"
         last = max(losses(tmp_path))
         assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
@@ -98,8 +99,9 @@ def test_signal_without_torchrun_saves_and_exits_with_75(flags, tmp_path):
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         wait_for_step(output, step)
         process.send_signal(number)
-        assert process.wait(timeout=60) == 75
-        assert "Traceback" not in process.stderr.read() and status(output) == "stopped"
+        result = finish(process)
+        assert result.returncode == 75
+        assert "Traceback" not in result.stderr and status(output) == "stopped"
         newest = max(output.glob("checkpoints/*")).name
         assert newest in (f"step-0000000{step + 1}", f"step-0000000{step + 2}")
     run(flags, output)
@@ -109,9 +111,7 @@ def test_signal_without_torchrun_saves_and_exits_with_75(flags, tmp_path):
 
 def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shutdown):
     command = ["gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
-    start = time.monotonic()
     launch(2, "tests/workers/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
-    assert time.monotonic() - start < 120
     waiting, hanging = (tmp_path / f"stacks-rank-{rank}.txt" for rank in (0, 1))
     assert "tests/workers/faulty.py" in hanging.read_text() and "distributed" in waiting.read_text()
     assert status(tmp_path) == "running" and max(losses(tmp_path)) == 2
@@ -119,10 +119,8 @@ def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shu
 
 
 def test_error_on_one_rank_is_shown_with_its_traceback(flags, tmp_path, long_shutdown):
-    start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
     error = launch(2, "tests/workers/faulty.py", *command, check=False).stderr
-    assert time.monotonic() - start < 90
     shown, report = error.split("tests/workers/faulty.py FAILED")
     fault = "DistBackendError: NCCL error: the fault of rank 1"
     assert shown.count("[rank1]: Traceback") == shown.count(fault) == 1
@@ -360,7 +358,7 @@ def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
         monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         node = ["--nnodes", 2, "--node-rank", rank, "--nproc-per-node", 1, *rendezvous]
         processes.append(spawn(ROOT / "gpt2_fsdp.py", *words, torchrun=node, cwd=folder))
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [finish(process).stdout for process in processes]
     assert all(process.returncode for process in processes)
     message = error_lines(outputs[0])[0]
     assert "data is " in message and " on one rank, " in message

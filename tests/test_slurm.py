@@ -29,14 +29,14 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
 write(f"running")
-time.sleep(300)
+time.sleep(10_000)
 """
 
 FAILING_SCRIPT = """
 import os, sys, time
 if os.environ["GROUP_RANK"] == "1":
     sys.exit("no luck")
-time.sleep(300)
+time.sleep(10_000)
 """
 
 # With PYTHONUNBUFFERED, print writes the newline separately, so the ranks' lines would mix.
@@ -80,12 +80,12 @@ class Job:
             state = self["JobState"]  # read once, because it may change at any time
             return state in awaited
 
-        wait_until(is_settled, 240, self.report)
+        wait_until(is_settled, 90, self.report)
         assert state in states, self.report()
 
     def wait_for(self, path: Path, text: str) -> None:
         """Wait until the file contains the text."""
-        wait_until(lambda: path.exists() and text in path.read_text(), 120, self.report)
+        wait_until(lambda: path.exists() and text in path.read_text(), 60, self.report)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_job_stopped_by_its_time_limit_is_requeued(finished_run, flags, tmp_path
     output = tmp_path / "output"
     command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
-    wait_until(lambda: live_metrics(output, "train"), 120, job.report)
+    wait_until(lambda: live_metrics(output, "train"), 60, job.report)
     # Slurm signals a job with five minutes left; it checks twice a minute.
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.wait("PENDING")
@@ -136,7 +136,7 @@ def test_job_stopped_before_its_first_step_is_requeued(cluster, flags, tmp_path)
     output = tmp_path / "output"
     words = ["tests/workers/phases.py", "T5_training", "load", 100, *flags, "--max-steps", "3"]
     job = Job(output, [], *words, f"--output-dir={output}")
-    wait_until((tmp_path / "output.load-0").exists, 120, job.report)
+    wait_until((tmp_path / "output.load-0").exists, 60, job.report)
     slurm("scancel", "--batch", "--signal=USR1", job.number)
     job.wait("COMPLETED")
     assert job["Restarts"] == "1" and status(output) == "finished"
@@ -166,7 +166,7 @@ def test_requeues_are_limited(cluster, tmp_path):
 def test_two_starts_without_progress_fail_the_job(cluster, tmp_path):
     job = submit(IDLE_SCRIPT, tmp_path, 0, 5, 5, 5)
     for restart in range(4):
-        wait_until(lambda restart=restart: job["Restarts"] == str(restart), 120, job.report)
+        wait_until(lambda restart=restart: job["Restarts"] == str(restart), 60, job.report)
         job.wait_for(tmp_path / "status", "running")
         slurm("scancel", "--signal=USR1", job.number)
         job.wait_for(tmp_path / "status", "stopped")
@@ -196,7 +196,7 @@ def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
 def test_failing_node_stops_the_others(cluster, tmp_path):
     job = submit(FAILING_SCRIPT, tmp_path, options=("--nodes", "2"))
     job.wait("FAILED")
-    assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
+    assert job["Restarts"] == "0" and job["RunTime"] < "00:10:00", job.report()
 
 
 def test_job_starts_one_process_per_gpu(cluster, tmp_path):

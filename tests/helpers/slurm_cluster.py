@@ -92,13 +92,13 @@ def slurm_cluster(directory: Path) -> Iterator[None]:
             stack.callback(daemon.wait, 30)
             stack.callback(daemon.terminate)
             if name == "munged":
-                wait_until((directory / "munge.socket").exists, 10, log.read_text)
+                wait_until((directory / "munge.socket").exists, 5, log.read_text)
         idle = ["sinfo", "--noheader", "--Node", "--states", "idle"]
         wait_until(
-            lambda: slurm(*idle, stderr=subprocess.DEVNULL).count("\n") == 2, 30, log.read_text
+            lambda: slurm(*idle, stderr=subprocess.DEVNULL).count("\n") == 2, 20, log.read_text
         )
         try:
             yield
         finally:  # job processes are not children of the daemons and would outlive them
             slurm("scancel", "--user", user)
-            wait_until(lambda: not slurm("squeue", "--noheader"), 60, log.read_text)
+            wait_until(lambda: not slurm("squeue", "--noheader"), 20, log.read_text)

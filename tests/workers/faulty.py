@@ -43,7 +43,7 @@ if __name__ == "__main__":
                     for parameter in models[0].parameters():
                         parameter.fill_(float("nan"))
             if fault == "hang":
-                script.summed_loss = lambda *_: time.sleep(100)
+                script.summed_loss = lambda *_: time.sleep(100_000)
             if fault.startswith("full"):
                 limit(100_000)
 
