@@ -301,11 +301,10 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler)
+    more = more_identity(model, tokenizer)
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.flags = vars(args.model) | vars(args.optim)
     state.flags |= vars(args.adapters)  # optional: lora
-    more = ranks.compare_ranks(more_identity(model, tokenizer))
-    state.identity = more | state.identity  # first: a message names the first difference
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     snapshot = checkpoint.snapshot

@@ -37,10 +37,10 @@ from .weights import Shapes, unwrapped
 
 STATE = "train_state.json"
 NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
-# What two configs of one model may differ in.
-OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-# What a resume takes from its own start, or needs no more.
-OF_START = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
+# Settings in which two configs of one model may differ.
+NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+# Values in train_state.json that a resume takes from its own start, or that describe the files.
+NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
 
 
 @dataclass
@@ -70,10 +70,12 @@ class State:
 
 def new_state(
     script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
-    optimizers: list[Optimizer], sampler: StepSampler,
+    optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any] | None = None,
 ) -> State:  # fmt: skip
-    """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping.
-    Raise Problem if the identity differs between ranks."""
+    """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping,
+    `more` is compared in a resume too. Raise Problem if the identity differs between ranks, or if
+    the states of the optimizers cannot be saved."""
+    check_units(model, optimizers)
     identity = {
         "script": Path(script).stem,
         "model": model_identity(model, shapes),
@@ -82,7 +84,25 @@ def new_state(
         "global batch": sampler.global_batch,
         "--seed": sampler.seed,
     }
-    return State(ranks.compare_ranks(identity), hyperparameters(optimizers))
+    return State(ranks.compare_ranks((more or {}) | identity), hyperparameters(optimizers))
+
+
+def check_units(model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Raise Problem if two optimizers share a unit of FSDP1, which could not save their states."""
+    unit_of: dict[Tensor, nn.Module] = {}
+    for unit in model.modules():  # outer ones first
+        if isinstance(unit, FSDP):
+            unit_of |= dict.fromkeys(unit.parameters(), unit)
+    optimizer_of: dict[nn.Module, Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for unit in {unit_of[x] for x in group["params"] if x in unit_of}:
+                if optimizer_of.setdefault(unit, optimizer) is not optimizer:
+                    name = type(unwrapped(unit)).__name__
+                    raise Problem(
+                        f"Two optimizers share the FSDP unit {name}, so they cannot be "
+                        "saved. Pass --fsdp 2, or give each unit one optimizer."
+                    )
 
 
 def fingerprint(samples: Any) -> str:
@@ -107,7 +127,7 @@ def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
 def model_identity(model: nn.Module, shapes: Shapes) -> str:
     """Return a digest of a model's config and parameter shapes. Any rank."""
     config = unwrapped(model).config
-    text = json.dumps([shapes, config.to_diff_dict() | dict.fromkeys(OF_FILES)], sort_keys=True,
+    text = json.dumps([shapes, config.to_diff_dict() | dict.fromkeys(NOT_COMPARED)], sort_keys=True,
                       default=str)  # fmt: skip
     return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
 
@@ -230,17 +250,18 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
     values["sums"] = {}
     for of_rank in sums:
         values["sums"] |= of_rank
+    values = json.loads(json.dumps(values, default=str))  # as a resume reads them
     values["crc"] = crc_of(values)
     temporary = path / f"{STATE}.tmp"
-    temporary.write_text(json.dumps(values, indent=1, default=str))
+    temporary.write_text(json.dumps(values, indent=1))
     temporary.rename(path / STATE)
     prune(path.parent, run.keep_checkpoints, path)
     write_status(run.output_dir, "running")
 
 
 def crc_of(values: dict) -> int:
-    """Return a CRC of the values in train_state.json. Any rank."""
-    return zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())
+    """Return a CRC of values as JSON."""
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def read_state(path: Path) -> dict:
@@ -262,16 +283,10 @@ def is_complete(path: Path) -> bool:
     """Return whether a checkpoint has all its files and values. Rank 0 only."""
     try:
         values = read_state(path)
-        if values.pop("crc", None) != crc_of(values):
-            return False
-        for name, default in vars(State({}, [])).items():
-            if not isinstance(values[name], type(default)):
-                return False
-        if not isinstance(values.get("sums", {}), dict):
-            return False
+        is_intact = values.pop("crc") == crc_of(values)
         sizes = {name: (path / name).stat().st_size for name in values["files"]}
-        is_whole = ".metadata" in sizes and sizes == values["files"] and values["processes"] > 0
-        return is_whole and path.name == f"step-{values['step']:08d}"
+        is_intact = is_intact and sizes == values["files"]
+        return is_intact and path.name == f"step-{values['step']:08d}"
     except Exception:  # text that is not JSON, or JSON of another form, raises many types
         return False
 
@@ -319,7 +334,7 @@ def load(
     load_moments(path, model, optimizers)
     load_random_states(path, saved)  # last, because the above draws numbers
     for name, value in saved.items():
-        if name not in OF_START:
+        if name not in NOT_LOADED:
             setattr(state, name, value)
 
 

@@ -203,12 +203,31 @@ def test_large_files_have_a_sum_for_each_block(tmp_path, monkeypatch):
 
 
 def test_checkpoint_without_checksums_counts_as_intact(saved):
-    """A copy without the module has saved it, or an older version."""
-    path = saved / "step-00000004" / checkpoint.STATE
-    state = json.loads(path.read_text())
-    del state["sums"]
-    path.write_text(json.dumps(state))
-    assert checksums.find_intact(saved) == path.parent
+    """A copy without the module has saved it."""
+    path = saved / "step-00000004"
+    (path / checkpoint.STATE).unlink()
+    checkpoint._finish(Run(saved.parent), path, checkpoint.State({}, [], step=4), [{}, {}])
+    assert checksums.find_intact(saved) == path
+
+
+def test_flipped_bits_of_train_state_are_noticed(saved, capsys):
+    """One bit of each byte: in names, values and punctuation. The values are of several types."""
+    state = checkpoint.State({"--seed": 0}, [{"betas": "(0.9, 0.95)"}], step=4, best_loss=2.5)
+    state.counts = {10: 1, 9: (2, 3), 2: float("inf")}  # of a copy
+    path = saved / "step-00000004"
+    (path / checkpoint.STATE).unlink()
+    checkpoint._finish(Run(saved.parent), path, state, [{"file": [1, 2]}])
+    content = (path / checkpoint.STATE).read_bytes()
+    assert checkpoint.is_complete(path)
+    values = checkpoint.read_state(path)
+    for i in range(len(content)):
+        flipped = content[i] ^ (1 << i % 7)
+        (path / checkpoint.STATE).write_bytes(content[:i] + bytes([flipped]) + content[i + 1 :])
+        assert not checkpoint.is_complete(path) or checkpoint.read_state(path) == values, i
+    (saved.parent / "status").touch()
+    (path / checkpoint.STATE).write_bytes(content.replace(b'"best_loss": 2', b'"best_loss": 0'))
+    assert checkpoint.find_newest(saved.parent) == saved / "step-00000002"
+    assert f"{path} is damaged" in capsys.readouterr().out
 
 
 def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_path):
