@@ -1,47 +1,63 @@
 """Tokens that tools/prepare.py wrote. Any rank may call these functions."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.compute as compute
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.ranks import Problem
 from core.weights import tokenizer_digest
 
 NOTES = "prepared.json"  # a file in a prepared directory: what it was made with
+# Flags that may differ: names of data, packing, and the template, which the tokenizer has.
+FREE = ("dataset", "val_dataset", "data_dir", "chat_template", "packing", "group_by_length")
 
 
-def read_notes(name: str) -> dict:
-    """Return what a prepared directory was made with; {} for other data sets."""
-    path = Path(name).expanduser() / NOTES
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
-    """Return the training set, None with `evaluate_only`, and the validation set by name, of the
-    prepared directory --dataset. `limits` are a flag and its value for the tokens in each column.
-    Raise Problem if they are not for this script, tokenizer, chat template and limits."""
-    name = args.dataset[0]
-    notes = read_notes(name)
-    if not notes or len(args.dataset + args.val_dataset) > 1:
+def read_notes(args: Any, load_rows: Callable | None) -> dict:
+    """Return what --dataset, a prepared directory, was made with; {} if it is data that `load_rows`
+    loads. Raise Problem if that is None, and the directory is not one, or not the only data set."""
+    path = Path(args.dataset[0]).expanduser() / NOTES
+    names = [*args.dataset, *vars(args).get("val_dataset", ())]
+    if len(names) == 1 and path.is_file():
+        return json.loads(path.read_text())
+    if load_rows is None:
         raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
-    advice = "Prepare it again with this run's flags."
-    if notes["data"] != type(args).__module__:
-        raise Problem(f"{name} was prepared for {notes['script']}. {advice}")
-    if notes["tokenizer"] != tokenizer_digest(tokenizer):
-        raise Problem(f"{name} was prepared with another tokenizer or chat template. {advice}")
-    parts = datasets.load_from_disk(Path(name).expanduser()).with_format("numpy")
+    return {}
+
+
+def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what decides the tokens, by name: the module of `args`, the tokenizer, the flags."""
+    flags = {f"--{name}": str(value) for name, value in vars(args).items() if name not in FREE}
+    return flags | {
+        "the data module": type(args).__module__,
+        "the tokenizer and chat template": tokenizer_digest(tokenizer),
+    }
+
+
+def load(
+    args: Any,
+    tokenizer: Tokenizer,
+    evaluate_only: bool,
+    load_rows: Callable | None,
+) -> tuple:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name: those of
+    a prepared directory, or what `load_rows` returns for other data. Raise Problem if a directory
+    was made for another script, tokenizer or template, or with other flags."""
+    name = args.dataset[0]
+    notes = read_notes(args, load_rows)
+    if not notes:
+        return load_rows(args, tokenizer, evaluate_only)
+    for key, value in made_with(args, tokenizer).items():
+        old = notes["made_with"].get(key, value)
+        if old != value:
+            key = key.replace("_", "-")
+            raise Problem(f"{name} was prepared with {key} {old}, not {value}. Pass the same, or "
+                          "prepare it again.")  # fmt: skip
     size = getattr(tokenizer, "embedding_size", len(tokenizer))
-    for samples in parts.values():
-        for column, (flag, limit) in limits.items():
-            ids = samples.data[column]
-            longest = compute.max(compute.list_value_length(ids)).as_py()
-            largest = compute.max(compute.list_flatten(ids)).as_py()
-            if longest > limit:
-                raise Problem(f"{name} has {longest} tokens, but {flag} allows {limit}. {advice}")
-            if largest >= size:
-                raise Problem(f"The embedding has {size:,} rows, and none for token {largest}.")
+    if notes["largest_token"] >= size:
+        raise Problem(f"The embedding has {size:,} rows, and none for the tokens of {name}.")
+    parts = datasets.load_from_disk(Path(name).expanduser()).with_format("numpy")
     return None if evaluate_only else parts["train"], {name: parts["validation"]}

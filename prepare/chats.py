@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.files as files  # optional: files
 import prepare.template_checks as checks  # optional: template_checks
-import prepared_dataset
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
@@ -93,10 +92,8 @@ read_rows = read.read
 read_rows = files.read  # optional: files
 
 
-def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
-    """Return the training set and the validation sets of rows or of a prepared directory."""
-    if prepared_dataset.read_notes(args.dataset[0]):
-        return prepared_dataset.load(args, tokenizer, limits, evaluate_only)
+def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name."""
     parts = partial(load_parts, args=args, tokenizer=tokenizer)
     draw = partial(draw_documents, length=args.max_seq_length)
     return sets.load_sets(args, parts, draw, evaluate_only)

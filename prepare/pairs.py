@@ -16,7 +16,6 @@ from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import prepare.files as files  # optional: files
-import prepared_dataset
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
@@ -42,10 +41,10 @@ read_rows = read.read
 read_rows = files.read  # optional: files
 
 
-def load(args: Any, tokenizer: Tokenizer, limits: dict, evaluate_only: bool) -> tuple:
-    """Return the training set and the validation sets of rows or of a prepared directory."""
-    if prepared_dataset.read_notes(args.dataset[0]):
-        return prepared_dataset.load(args, tokenizer, limits, evaluate_only)
+def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name."""
+    if args.source_column == args.target_column:
+        raise Problem("--source-column and --target-column are the same.")
     parts = partial(load_parts, args=args, tokenizer=tokenizer)
     make = partial(draw, args=args, tokenizer=tokenizer)
     return sets.load_sets(args, parts, make, evaluate_only)

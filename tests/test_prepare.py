@@ -1,5 +1,6 @@
 """tools/prepare.py: training on prepared tokens equals training on the data."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -42,26 +43,36 @@ def test_several_validation_sets_and_existing_directories_are_refused(texts, tmp
     assert result.returncode == 1 and "prepared exists. Delete it" in result.stderr
 
 
-@pytest.mark.parametrize("script, change, message", [
-    ("llama_fsdp", {"chat_template": "chatml"}, "with another tokenizer or chat template"),
-    ("llama_fsdp", {"max_seq_length": 32}, "tokens, but --max-seq-length allows 33"),
-    ("gpt2_fsdp", {}, "prepared for llama_fsdp.py"),
+@pytest.fixture(scope="module")
+def prepared(chats, tmp_path_factory):
+    """Return a directory that was prepared for llama_fsdp.py, with its default flags but these."""
+    output = tmp_path_factory.mktemp("prepared")
+    words = ["llama_fsdp.py", "--dataset", chats, "--max-seq-length", 512, "--no-packing"]
+    launch(0, "tools/prepare.py", *words, "--model-name", "tiny", "--output-dir", output)
+    return str(output / "prepared")
+
+
+@pytest.mark.parametrize("script, changes, message", [
+    ("llama_fsdp", {}, None),
+    ("llama_fsdp", {"chat_template": "chatml"}, "with the tokenizer and chat template [0-9a-f]"),
+    ("llama_fsdp", {"max_seq_length": 32}, "with --max-seq-length 512, not 32. Pass the same, or"),
+    ("llama_fsdp", {"text_column": "x"}, "with --text-column content, not x. Pass the same, or"),
+    ("llama_fsdp", {"num_train_samples": 9}, "with --num-train-samples 600, not 9."),
+    ("gpt2_fsdp", {"num_train_samples": 600}, "the data module chat_dataset, not block_dataset"),
 ])  # fmt: skip
-def test_what_a_directory_was_prepared_for_is_checked(script, change, message, chats, tmp_path):
-    """Also another tokenizer: its digest is that of a tokenizer without one of the tokens."""
-    words = ["llama_fsdp.py", "--model-name", "tiny", "--dataset", chats, "--max-seq-length", 512]
-    launch(0, "tools/prepare.py", *words, "--output-dir", tmp_path)
-    name = str(tmp_path / "prepared")
-    args = importlib.import_module(script).Args().data
-    args.dataset = (name,)
+def test_directory_is_refused_unless_it_was_prepared_for_the_run(
+    script, changes, message, prepared
+):
+    args = importlib.import_module(script).TINY.data
+    flags = {"dataset": (prepared,), **changes}
+    args = dataclasses.replace(args, **flags)
     tokenizer = ByT5Tokenizer()
-    for key, value in change.items():
-        setattr(args, key, value)
     stops = chat_dataset.set_chat_template(tokenizer, args) if script == "llama_fsdp" else []
-    with pytest.raises(Problem, match=message):
-        sys.modules[type(args).__module__].load(args, tokenizer)
-    if script == "llama_fsdp":
-        assert {*stops} == {1}
+    module = sys.modules[type(args).__module__]
+    if message is None:
+        train_set, val_sets = module.load(args, tokenizer)
+        assert {*stops} == {1} and len(train_set) and [*val_sets] == [prepared]
         tokenizer.add_tokens("<new>")
-        with pytest.raises(Problem, match="with another tokenizer"):
-            chat_dataset.load(args, tokenizer)
+        message = "with the tokenizer and chat template [0-9a-f]"
+    with pytest.raises(Problem, match=message):
+        module.load(args, tokenizer)

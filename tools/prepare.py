@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import datasets
+import pyarrow.compute as compute
 from transformers import ByT5Tokenizer
 
 import prepared_dataset
@@ -45,16 +46,21 @@ def prepare(args: Any) -> Path:
     rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
     datasets.DatasetDict(rows).save_to_disk(path)
     notes = {
-        "script": Path(sys.argv[0]).name,
-        "data": data_module.__name__,
-        "tokenizer": weights.tokenizer_digest(tokenizer),
+        "largest_token": max(map(largest_token, rows.values())),
+        "made_with": prepared_dataset.made_with(args.data, tokenizer),
+        "flags": vars(args.data),
         "chat_template": tokenizer.chat_template,
         "stops": stops,
-        "flags": vars(args.data),
     }
     text = json.dumps(notes, indent=1, default=str)
     (path / prepared_dataset.NOTES).write_text(text)
     return path
+
+
+def largest_token(samples: datasets.Dataset) -> int:
+    """Return the largest token in the columns of samples."""
+    columns = {"input_ids", "labels"}.intersection(samples.column_names)
+    return max(compute.max(compute.list_flatten(samples.data[x])).as_py() for x in columns)
 
 
 def main(words: list[str]) -> None:
