@@ -50,7 +50,7 @@ import optional.trackers as trackers  # optional: trackers
 import optional.watchdog as watchdog  # optional: watchdog
 import policies
 from core import checkpoint, ranks, weights
-from core.args import Model, Optim, Run, checked, parse
+from core.args import Model, Optim, Run, parse, validate
 from core.checkpoint import State
 from core.chunked_loss import LossHead
 from core.export import add_stops, export_model
@@ -113,7 +113,7 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    return checked(parse(Args, __doc__, TINY))
+    return validate(parse(Args, __doc__, TINY))
 
 
 @record
@@ -121,6 +121,7 @@ def fsdp_main(args: Args) -> None:
     """Train from pretrained weights or a checkpoint, and end this process."""
     run = args.run
     output = run.output_dir
+    watchdog.watch_start()  # optional: watchdog
     device = ranks.setup(run.timeout_minutes)
     flags = vars(args.optim) | vars(args.sharding) | vars(run)
     del flags["output_dir"]  # nodes may have other paths to it
@@ -136,14 +137,14 @@ def fsdp_main(args: Args) -> None:
     if run.export_only or run.evaluate_only:
         model = wrap_model(args, device, model, blocks, initial)
         run_without_training(args, device, model, tokenizer, shapes, newest)
-        ranks.leave(0)
+        ranks.finish()
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     model = wrap_model(args, device, model, blocks, initial)
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.finish(code=0 if is_finished else STOPPED)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -351,6 +352,8 @@ def train(
         tokens = sum(batch["tokens"] for batch in batches)
         targets, tokens, stops = ranks.host_sums([targets, tokens, stop.is_set])
         is_stopping = stops > 0
+        if is_stopping:
+            print0("Stopping after this step.")
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")

@@ -202,7 +202,7 @@ def trial(options: argparse.Namespace, flags: list[str]) -> None:
         train(script, args, device, functools.partial(measured_steps, script, args, options))
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait, and torchrun ends them
-    ranks.leave(0)
+    ranks.finish()
 
 
 def measured_steps(

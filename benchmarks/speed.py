@@ -382,7 +382,7 @@ def worker(options: argparse.Namespace) -> None:
         result = run(script, args, device, rows, clock)
     if dist.get_rank() == 0:
         print(json.dumps(result))
-    ranks.leave(0)
+    ranks.finish()
 
 
 def read_rows(args: Any) -> Any:

@@ -7,12 +7,13 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import tyro
 
-from .ranks import environment_size, exit_with
+from .ranks import Problem, environment_size, finish
 
 
 class Range(NamedTuple):
@@ -88,13 +89,6 @@ class Run:
     timeout_minutes: Annotated[float, Range(1e-12, 30_000)] = 30.0
     """limit for a collective or download"""
 
-    def problems(self, _: Any) -> list[str]:
-        """Return a message if --output-dir is a file, or in one."""
-        for path in (self.output_dir, *self.output_dir.parents):
-            if os.path.isfile(path):
-                return [f"--output-dir {path} is a file. Pass a directory."]
-        return []
-
 
 @dataclass
 class Optim:
@@ -131,6 +125,27 @@ class Optim:
     seed: Size = 0
     """random seed of weights, data order and dropout"""
 
+    def resolve(self, _: Any) -> None:
+        """Cut --global-batch-size, if it is set, into the fewest micro-batches of at most
+        --batch-size."""
+        samples, rest = divmod(self.global_batch_size, environment_size())
+        if samples and not rest and self.gradient_accumulation_steps == 1:
+            size = min(self.batch_size, samples)
+            while samples % size:
+                size -= 1
+            self.batch_size = size
+            self.gradient_accumulation_steps = samples // size
+
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if --global-batch-size could not be cut."""
+        total, processes = self.global_batch_size, environment_size()
+        steps = self.gradient_accumulation_steps
+        if total in (0, self.batch_size * steps * processes):
+            return []
+        if steps > 1:
+            return ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
+        return [f"--global-batch-size {total} is not a multiple of {processes} processes."]
+
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:
     """Return the arguments of sys.argv, or exit with a message if they cannot be parsed. `tiny` are
@@ -140,6 +155,11 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
         # --lr, not --optim.lr; no help from the comments that mark optional lines
         "config": (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
     }
+    names: set[str] = set()
+    for section in vars(tiny).values():
+        for name in vars(section).keys() & names:
+            finish(Problem(f"Two sections of Args have a field {name}. Rename one."))
+        names |= vars(section).keys()
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -149,7 +169,7 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        exit_with(advice(message.getvalue()))
+        finish(Problem(advice(message.getvalue())))
     return args
 
 
@@ -169,46 +189,43 @@ def command_line() -> str:
     return " ".join(sys.argv).replace("=", " ").replace("_", "-")
 
 
-def checked(args: Any) -> Any:
-    """Return `args`, with --global-batch-size cut into micro-batches. Exit with one message for all
-    numbers out of the Range of their annotations, repeated lists, of which tyro would keep the last
-    part, and messages that the methods `problems` of sections return, given `args`."""
-    words = command_line().split()
+def validate(args: Any) -> Any:
+    """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with one
+    message for numbers out of the Range of their annotations, lists that repeat a flag, of which
+    tyro would keep the last part, or a value, and the `problems` of sections."""
+    line = command_line()
+    sections = vars(args).values()
     problems = []
-    for section in vars(args).values():
+    for section in sections:
         hints = get_type_hints(type(section), include_extras=True)
         for name, value in vars(section).items():
             flag = "--" + name.replace("_", "-")
-            if isinstance(value, tuple) and words.count(flag) > 1:
-                problems.append(f"Pass {flag} once, with all its values.")
-            limit, *_ = getattr(hints[name], "__metadata__", [None])
-            if not isinstance(limit, Range) or value is None:
-                continue
-            low, high = limit
-            if not low <= value < high:
-                problems.append(f"{flag} is {value}, but must be at least {low}, below {high:,}.")
-    problems = problems or fit_global_batch(args.optim, environment_size())
-    for section in vars(args).values():
+            if value == Path() and f"{flag}  " in f"{line}  ":  # it would be the current directory
+                problems.append(f"{flag} is empty. Pass a directory.")
+            if isinstance(value, tuple):
+                different = set(map(os.path.realpath, value))
+                if line.split().count(flag) > 1 or len(different) < len(value):
+                    problems.append(f"Pass {flag} once, with all its values, each of them once.")
+            for limit in getattr(hints[name], "__metadata__", ()):
+                if not isinstance(limit, Range) or value is None:
+                    continue
+                low, high = limit
+                if not low <= value < high:
+                    limits = f"at least {low}, below {high:,}"
+                    problems.append(f"{flag} is {value}, but must be {limits}.")
+    for section in sections:
+        if not problems and hasattr(section, "resolve"):
+            section.resolve(args)
+    for section in sections:
         if hasattr(section, "problems"):
             problems += section.problems(args)
     if problems:
-        exit_with(" ".join(problems))
+        finish(Problem(" ".join(problems)))
     return args
 
 
-def fit_global_batch(optim: Optim, processes: int) -> list[str]:
-    """Cut --global-batch-size, if it is set, into the fewest micro-batches of at most --batch-size.
-    Return a message if that fails."""
-    total = optim.global_batch_size
-    if total == 0:
-        return []
-    if optim.gradient_accumulation_steps > 1:
-        return ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
-    if total % processes:
-        return [f"--global-batch-size {total} is not a multiple of {processes} processes."]
-    samples = total // processes
-    size = min(optim.batch_size, samples)
-    while samples % size:
-        size -= 1
-    optim.batch_size, optim.gradient_accumulation_steps = size, samples // size
-    return []
+def missing(flag: str, *packages: str) -> list[str]:
+    """Return a message for each package that a flag needs and that is not installed."""
+    advice = "pip install -r requirements-extras.txt"
+    absent = [name for name in packages if not any(metadata.distributions(name=name))]
+    return [f"{flag} needs {name}: {advice}." for name in absent]

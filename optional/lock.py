@@ -1,11 +1,13 @@
 """A lock on OUTPUT_DIR. Without this file, a second run in the same directory is not refused: the
 two would overwrite each other's files. Nor is a run in a directory with the exports of others."""
 
+import contextlib
 import fcntl
 import os
 import socket
 from pathlib import Path
 
+from core.log import create_directory
 from core.ranks import Problem, on_rank_zero, print0
 
 
@@ -19,12 +21,12 @@ def hold(directory: Path) -> None:
 
 
 def _hold(directory: Path) -> None:
+    create_directory(directory)
     is_run = (directory / "status").exists() or (directory / "checkpoints").exists()
     for path in (directory / "best", directory / "final"):
         is_export = (path / "tokenizer_config.json").exists()
         if any(path.glob("*")) and not (is_run and is_export):
             raise Problem(f"{path} has files, but not of this run. Pass another --output-dir.")
-    directory.mkdir(parents=True, exist_ok=True)
     # Never closed: a process loses a POSIX lock when it closes the file. Unlike flock's, such locks
     # are not inherited by the workers of a data loader, which may outlive the run for seconds.
     file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -37,4 +39,5 @@ def _hold(directory: Path) -> None:
     except OSError as error:
         print0(f"{directory} has no locks ({error.strerror}): start one run at a time in it.")
     os.truncate(file, 0)
-    os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without an owner's name
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())

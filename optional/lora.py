@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import policies
 from core import export, ranks, weights
-from core.args import Fraction, Names, Positive, Size, Switch
+from core.args import Fraction, Names, Positive, Size, Switch, missing
 from core.ranks import Problem
 
 ADAPTER = ".lora_"  # part of an adapter's name
@@ -41,17 +41,21 @@ class Lora:
     load_in_4bit: Switch = False
     """hold frozen projections in NF4 (QLoRA)"""
 
+    def resolve(self, args: Any) -> None:
+        """Choose --fsdp 2 for adapters unless --fsdp is passed."""
+        is_passed = any(word.startswith("--fsdp") for word in sys.argv)
+        if self.lora_rank and not is_passed:
+            args.sharding.fsdp = 2
+
     def problems(self, args: Any) -> list[str]:
-        """Choose --fsdp 2 for adapters unless it is passed; return a message if the flags of a
-        script's `args` cannot work."""
+        """Return a message if the flags of a script's `args` cannot work."""
         if not self.lora_rank:
             message = "--lora-alpha, -dropout, -targets and --load-in-4bit need --lora-rank."
             return [message] if self != Lora() else []
-        is_passed = any(word.startswith("--fsdp") for word in sys.argv)
-        if args.sharding.strategy == "ddp" or (is_passed and args.sharding.fsdp == 1):
+        if args.sharding.strategy == "ddp" or args.sharding.fsdp == 1:
             return ["--lora-rank needs --fsdp 2, and not --strategy ddp."]
-        args.sharding.fsdp = 2
-        return []
+        packages = ["peft", "bitsandbytes"] if self.load_in_4bit else ["peft"]
+        return missing("--lora-rank", *packages)
 
 
 def add(

@@ -1,13 +1,33 @@
-"""Stacks of a rank that hangs. Without this file, a rank that waits forever ends by the time-out of
-a collective, and nothing tells where it was."""
+"""What a rank that hangs waits for. Without this file, it ends by the time-out of a collective, and
+nothing tells where it was, or whom it waited for at the start."""
 
 import faulthandler
+import os
+import sys
+import threading
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
 
+WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
 _file: IO[str] | None = None  # open from the first step on
+
+
+def watch_start() -> None:
+    """After WAIT_SECONDS without a process group, say which ranks this one waits for. Any rank."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
+        timer = threading.Timer(WAIT_SECONDS, _name_missing_ranks)
+        timer.daemon = True
+        timer.start()
+
+
+def _name_missing_ranks() -> None:
+    if not dist.is_initialized():
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        others = "rank 0" if rank != "0" else "the others"
+        advice = "To train on one process, unset RANK."
+        print(f"Rank {rank} of {size} waits for {others}. {advice}", file=sys.stderr, flush=True)
 
 
 def restart(directory: Path, timeout_minutes: float) -> None:

@@ -2,12 +2,15 @@
 
 import importlib
 import re
+from dataclasses import dataclass, field, make_dataclass, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import docstring_parser
 import pytest
 from conftest import SCRIPTS, error_lines, launch
-from in_process import refusal
+from in_process import refusal, start
 from ten_steps import parse_args
 
 import gpt2_fsdp
@@ -115,11 +118,54 @@ def test_only_rank_0_prints_and_the_exit_code_is_1():
     assert result.returncode == 1 and "--lr is 1e+30" in error
 
 
-def test_file_as_output_directory_is_refused(tmp_path):
+def test_output_directory_that_cannot_be_created_is_refused(tmp_path, capfd):
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file/run"):
-        message = refusal(gpt2_fsdp, "--model-name", "tiny", "--output-dir", path)
-        assert message == f"--output-dir {tmp_path / 'file'} is a file. Pass a directory."
+    for path in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300)):
+        assert start(gpt2_fsdp, "--model-name", "tiny", "--output-dir", path) == 1
+        message = capfd.readouterr().err
+        assert message.startswith(f"error: --output-dir {path}: ") and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--output-dir", ""], ["--output_dir="]])
+def test_empty_output_directory_is_refused(flags):
+    """An unset variable; the current directory may be chosen as `.`."""
+    assert refusal(gpt2_fsdp, *flags, "--lr", "1e-4") == "--output-dir is empty. Pass a directory."
+    assert refusal(gpt2_fsdp, *flags) and not refusal(gpt2_fsdp, "--output-dir", ".")
+
+
+def test_file_named_twice_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for other in ("a.jsonl", "./a.jsonl", tmp_path / "a.jsonl"):
+        assert "--dataset once" in refusal(gpt2_fsdp, "--dataset", "a.jsonl", other)
+    assert not refusal(gpt2_fsdp, "--dataset", "a.jsonl:train[:5]", "a.jsonl:train[5:]")
+
+
+def test_field_that_two_sections_have_is_refused():
+    @dataclass
+    class Mine:
+        lr: float = 1.0
+
+    @dataclass
+    class Args:
+        mine: Mine = field(default_factory=Mine)
+        optim: args.Optim = field(default_factory=args.Optim)
+
+    finish = mock.patch.object(args, "finish", side_effect=SystemExit)
+    with finish as refuse, pytest.raises(SystemExit):
+        args.parse(Args, "", Args())
+    assert str(refuse.call_args.args[0]) == "Two sections of Args have a field lr. Rename one."
+
+
+def test_flags_resolve_in_any_order_of_the_sections(monkeypatch):
+    """Adapters choose FSDP2, which has other limits, precision is chosen, and batches are cut."""
+    flags = ["--lora-rank", "8", "--cpu-offload", "--precision", "fp16", "--global-batch-size", "6"]
+    message = "--cpu-offload with --precision fp16 needs --fsdp 1."
+    assert refusal(llama_fsdp, *flags) == message
+    sections = [(name, type(section), field(default_factory=partial(replace, section)))
+                for name, section in vars(llama_fsdp.Args()).items()]  # fmt: skip
+    monkeypatch.setattr(llama_fsdp, "Args", make_dataclass("Args", sections[::-1]))
+    monkeypatch.setattr(llama_fsdp, "TINY", llama_fsdp.Args())
+    assert refusal(llama_fsdp, *flags) == message
 
 
 def test_values_of_tiny_are_defaults_only():

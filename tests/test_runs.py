@@ -335,8 +335,8 @@ def test_background_save_ends_before_a_process_that_has_failed(monkeypatch):
     )
     thread.start()
     monkeypatch.setattr(os, "_exit", lambda code: events.append(code))
-    ranks.end(1)
-    assert events == ["saved", 1]
+    ranks.finish(code=75)
+    assert events == ["saved", 75]
 
 
 def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_path):

@@ -18,8 +18,6 @@ import torch
 import transformers
 from jinja2 import TemplateError
 
-from core import ranks
-
 
 def load(directory: Path) -> tuple:
     """Return the tokenizer and the model in a directory, or the base model with its adapters."""
@@ -64,14 +62,14 @@ def parse_args() -> argparse.Namespace:
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     sampling = {name: value for name, value in sampling.items() if value is not None}
     if not (0 <= sampling.get("temperature", 1) < 100 and 0 < sampling.get("top_p", 1) <= 1):
-        ranks.exit_with("--temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
+        sys.exit("error: --temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
     if sampling:
         sampling["do_sample"] = args.temperature != 0
     args.settings = sampling | {"max_new_tokens": args.max_new_tokens}
     if args.prompt is not None and not args.prompt.strip():
-        ranks.exit_with("The prompt is blank. Pass some text.")
+        sys.exit("error: The prompt is blank. Pass some text.")
     if not (args.directory / "tokenizer_config.json").is_file():
-        ranks.exit_with(f"{args.directory} has no model. Pass a final/ or best/ of a run.")
+        sys.exit(f"error: {args.directory} has no model. Pass a final/ or best/ of a run.")
     return args
 
 
@@ -104,7 +102,7 @@ def main() -> None:
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:
-        ranks.exit_with(f"{args.directory} cannot be used: {str(error).splitlines()[0]}")
+        sys.exit(f"error: {args.directory} cannot be used: {str(error).splitlines()[0]}")
     is_chat = args.prompt is None and sys.stdin.isatty()
     prompts = read_prompts("> " * is_chat) if args.prompt is None else [args.prompt]
     turns = system

@@ -756,4 +756,4 @@ if __name__ == "__main__":
     try:
         main()
     except (OSError, ranks.Problem) as error:
-        ranks.exit_with(error)
+        ranks.finish(error)

@@ -94,7 +94,7 @@ def preflight(args: Args) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if faults:
-        ranks.exit_with(" ".join(faults))
+        raise ranks.Problem(" ".join(faults))
 
 
 def check_machines(args: Args, scratch: Path) -> list[str]:

@@ -12,11 +12,11 @@ from core import args, ranks
 def start(script: ModuleType, *flags: object) -> int:
     """Run a script as a process group of one, and return its exit code; errors go to stderr."""
 
-    def end(code: int) -> None:
-        raise SystemExit(code)
+    def finish(error: BaseException | None = None, code: int = 0) -> None:
+        raise error or SystemExit(code)
 
     argv = [script.__file__, *map(str, flags)]
-    with mock.patch.object(ranks, "end", end), mock.patch.object(sys, "argv", argv):
+    with mock.patch.object(ranks, "finish", finish), mock.patch.object(sys, "argv", argv):
         try:
             script.fsdp_main(script.parse_args())
         except SystemExit as error:
@@ -33,8 +33,8 @@ def start(script: ModuleType, *flags: object) -> int:
 def refusal(script: ModuleType, *flags: object) -> str:
     """Return the message with which a script refuses its flags, or "" if it accepts them."""
     argv = [script.__file__, *map(str, flags)]
-    exit_with = mock.patch.object(args, "exit_with", side_effect=SystemExit)
-    with exit_with as refuse, mock.patch.object(sys, "argv", argv):
+    finish = mock.patch.object(args, "finish", side_effect=SystemExit)
+    with finish as refuse, mock.patch.object(sys, "argv", argv):
         try:
             script.parse_args()
         except SystemExit:

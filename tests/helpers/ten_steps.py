@@ -133,11 +133,14 @@ def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int,
         }
         return train(*values)
 
-    def leave(code: int) -> None:
-        raise SystemExit(code)
+    def finish(error: BaseException | None = None, code: int = 0) -> None:
+        raise error or SystemExit(code)
 
     hook = register_optimizer_step_post_hook(lambda x, *_: seen.update(optimizer=x))
-    with patched(ranks, setup=lambda _: device, leave=leave), patched(script, train=train_and_keep):
+    with (
+        patched(ranks, setup=lambda _: device, finish=finish),
+        patched(script, train=train_and_keep),
+    ):
         try:
             script.fsdp_main.__wrapped__(args)  # without torchrun's record of errors
         except SystemExit as end:

@@ -25,4 +25,4 @@ if __name__ == "__main__":
         result = ten_steps(script, args, device)
         if dist.get_rank() == 0:
             torch.save(result, args.run.output_dir / "seen.pt")
-    ranks.leave(0)
+    ranks.finish()

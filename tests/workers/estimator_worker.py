@@ -52,4 +52,4 @@ if __name__ == "__main__":
         results[key] = ranks.on_every_rank(step, script, args, device)
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(results))
-    ranks.leave(0)
+    ranks.finish()

@@ -102,7 +102,7 @@ def main() -> None:
             problems[f"{directory.name} {way}"] = check(directory, way, output)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(problems))
-    ranks.leave(0)
+    ranks.finish()
 
 
 if __name__ == "__main__":

@@ -25,4 +25,4 @@ if __name__ == "__main__":
             results[f"{name} {variant}"] = ranks.on_every_rank(lambda: message)  # noqa: B023
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    ranks.leave(0)
+    ranks.finish()

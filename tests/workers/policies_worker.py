@@ -159,4 +159,4 @@ if __name__ == "__main__":
         results["evaluation"][strategy] = evaluate_twice(parse_args(gpt2_fsdp, flags), device)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(results))
-    ranks.leave(0)
+    ranks.finish()
