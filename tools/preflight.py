@@ -4,12 +4,12 @@
     sbatch --nodes 4 launch.slurm tools/preflight.py --output-dir /shared/run
 
 Times matrix products, copies to the device, all-reduces of three sizes within a node and across
-nodes, and writes to --output-dir. Prints what limits a step of the model
-at these speeds. Exits with 1 if a device is missing or a rank is slow or silent.
+nodes, and writes to and reads from --output-dir. Prints what limits a step of the model at these
+speeds. Exits with 1 if a device is missing or a rank is slow or silent.
 
-A rank is slow if, in two measurements, its median time is above that of the others by more than 10%
-(on a CPU, by more than its double). The bandwidth of an all-reduce is that of nccl-tests: the bytes
-that a rank sends in a ring, per second.
+A rank is slow if its time, the better of two medians, is more than 1.1 times that of the others (on
+a CPU 2 times). The bandwidth of an all-reduce is that of nccl-tests: the bytes that a rank sends in
+a ring, per second.
 """
 
 import os
@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any di
 import torch
 import torch.distributed as dist
 import tyro
+from torch.distributed.device_mesh import init_device_mesh
 
 from core import ranks
 from tools import memory_estimator
@@ -49,8 +49,6 @@ FILE_BYTES = 1 << 26
 PRODUCTS = "matrix products"
 ALL_REDUCE = "all-reduce"
 
-Medians = dict[str, dict[int, float]]  # seconds per call, by probe and rank
-
 
 @dataclass
 class Args:
@@ -62,16 +60,8 @@ class Args:
     timeout_seconds: float = 30.0  # limit for one measurement
 
 
-class Place(NamedTuple):
-    """A rank's host and its node."""
-
-    host: str
-    node: int
-    local_rank: int
-
-
 class Probe(NamedTuple):
-    """A function call whose speed is measured. All ranks list the same probes in the same order."""
+    """A function call whose speed is measured. All ranks have the same probes in the same order."""
 
     name: str
     unit: str
@@ -103,30 +93,36 @@ def check_machines(args: Args, scratch: Path) -> list[str]:
     RuntimeError with the ranks that stop responding. Call on all ranks."""
     count_devices(args)  # first, as the process group needs them
     device = ranks.setup(JOIN_MINUTES)
-    places = ranks.on_every_rank(own_place)
+    hosts = ranks.on_every_rank(host_name)
     flags = memory_estimator.Args(model_name=args.model_name)
     model = ranks.on_rank_zero(memory_estimator.read_model, flags)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    faults = check_disk(args, scratch, places)
-    probes = [*local_probes(device, dtype), disk_probe(scratch)]
+    faults = check_disk(args, scratch, hosts)
+    probes = [*local_probes(device, dtype), *disk_probes(scratch)]
     unit = dtype.itemsize * model.parameters // len(model.units)
-    for where, group in new_groups(places).items():
-        for size in (1 << 16, 1 << 22, unit if device.type != "cpu" else 1 << 24):
+    largest = unit if device.type != "cpu" else 1 << 24
+    for where, group in new_groups(device).items():
+        for size in (1 << 16, 1 << 22, largest):
             probes.append(all_reduce_probe(where, group, size, device))
-    timeout = timedelta(seconds=args.timeout_seconds)
-    medians = measure(probes, timeout)
-    suspects = find_slow(medians)
-    again = measure([probe for probe in probes if suspects[probe.name]], timeout)
-    faults += describe_slow(suspects, find_slow(again), places)
-    if dist.get_rank() == 0:
-        speeds = print_table(probes, medians | again, places)
-        seconds = step_seconds(speeds, model, dtype.itemsize)
-        parts = [f"{name} {value:.3g} s" for name, value in seconds.items()]
-        print(f"\nA step of {args.model_name} is bound by {max(seconds, key=seconds.get)}.")
-        print(f"It takes at least: {', '.join(parts)}.")
-        print(*(faults or ["All ranks are fine."]), sep="\n", flush=True)
+    ranks.print0(f"{'':36}{'unit':>8}{'median':>9}{'slowest':>9}  slowest rank")
+    speeds = {}
+    for probe in probes:
+        seconds = measure_again(probe, timedelta(seconds=args.timeout_seconds))
+        speeds[probe.name] = probe.work / max(seconds)
+        faults += describe_slow(probe.name, seconds, hosts)
+        print_row(probe, seconds, hosts)
+    parts = step_seconds(speeds, model, dtype.itemsize)
+    texts = [f"{name} {value:.3g} s" for name, value in parts.items()]
+    ranks.print0(f"\nA step of {args.model_name} is bound by {max(parts, key=parts.get)}.")
+    ranks.print0(f"It takes at least: {', '.join(texts)}.")
+    ranks.print0("\n".join(faults or ["All ranks are fine."]))
     dist.barrier(group=ranks.cpu_group)
     return faults
+
+
+def host_name() -> str:
+    """Return the name of this machine without its domain."""
+    return socket.gethostname().partition(".")[0]
 
 
 def count_devices(args: Args) -> None:
@@ -139,21 +135,15 @@ def count_devices(args: Args) -> None:
         raise ranks.Problem(f"{socket.gethostname()} has {count} devices instead of {expected}.")
 
 
-def own_place() -> Place:
-    """Return the Place of this rank."""
-    numbers = [int(os.environ.get(name, 0)) for name in ("GROUP_RANK", "LOCAL_RANK")]
-    return Place(socket.gethostname().split(".")[0], *numbers)
-
-
-def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
+def new_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
     """Return this rank's new process groups by name: `in node`, `across` nodes; none for 1 rank."""
+    in_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shape = (dist.get_world_size() // in_node, in_node)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("across", "in node"))
     groups = {}
-    for where, key in (("in node", "node"), ("across", "local_rank")):
-        members = defaultdict(list)
-        for rank, place in enumerate(places):
-            members[getattr(place, key)].append(rank)
-        if len(members) < len(places):
-            groups[where], _ = dist.new_subgroups_by_enumeration(list(members.values()))
+    for where in ("in node", "across"):
+        if mesh[where].size() > 1:
+            groups[where] = mesh.get_group(where)
     return groups
 
 
@@ -162,12 +152,7 @@ def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
     on_gpu = device.type != "cpu"
     width, size = (8192, 1 << 28) if on_gpu else (1024, 1 << 26)
     matrix = torch.randn(width, width, device=device, dtype=dtype)
-    product = partial(
-        torch.mm,
-        matrix,
-        matrix,
-        out=torch.empty_like(matrix),
-    )
+    product = partial(torch.mm, matrix, matrix)
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
     copy = partial(torch.empty_like(host, device=device).copy_, host)
     return [
@@ -188,28 +173,28 @@ def all_reduce_probe(
     return Probe(name, "GB/s", 2e-9 * size * (count - 1) / count, call)
 
 
-def check_disk(args: Args, scratch: Path, places: list[Place]) -> list[str]:
-    """Write a file on the first node; return a message for each node that does not see it. Raise
-    Problem on all ranks if a node cannot write to --output-dir."""
-    place = places[dist.get_rank()]
+def check_disk(args: Args, scratch: Path, hosts: list[str]) -> list[str]:
+    """Write a file on each rank; return a message for each node that does not see rank 0's. Raise
+    Problem on all ranks if one cannot write to --output-dir."""
+    rank = dist.get_rank()
     flag = f"--output-dir {args.output_dir} on"
 
     def write() -> None:
         try:
             scratch.mkdir(parents=True, exist_ok=True)
-            (scratch / f"node-{place.node}").touch()
+            (scratch / f"rank-{rank}").touch()
         except OSError as error:
-            problem = f"{flag} {place.host} cannot be written: {error.strerror}."
+            problem = f"{flag} {hosts[rank]} cannot be written: {error.strerror}."
             raise ranks.Problem(problem) from None
 
     ranks.on_every_rank(write)
-    sees_first = ranks.on_every_rank((scratch / "node-0").exists)
-    unshared = {p.host for p, sees in zip(places, sees_first, strict=True) if not sees}
+    sees_first = ranks.on_every_rank((scratch / "rank-0").exists)
+    unshared = {host for host, sees in zip(hosts, sees_first, strict=True) if not sees}
     return [f"{flag} {host} differs from the first node's directory." for host in sorted(unshared)]
 
 
-def disk_probe(scratch: Path) -> Probe:
-    """Return the Probe of the disk: each rank writes a file, as in a save."""
+def disk_probes(scratch: Path) -> list[Probe]:
+    """Return Probes of the disk: each rank writes a file, as in a save, and reads it."""
     path = scratch / f"rank-{dist.get_rank()}"
     data = os.urandom(FILE_BYTES)  # random, because a file system may compress data
 
@@ -218,7 +203,17 @@ def disk_probe(scratch: Path) -> Probe:
             file.write(data)
             os.fsync(file.fileno())
 
-    return Probe("write to --output-dir", "GB/s", 1e-9 * FILE_BYTES, write)
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            # Drop the pages that this machine keeps in memory.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.read()
+
+    gigabytes = 1e-9 * FILE_BYTES
+    return [
+        Probe("write to --output-dir", "GB/s", gigabytes, write),
+        Probe("read from --output-dir", "GB/s", gigabytes, read),
+    ]
 
 
 def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
@@ -234,59 +229,51 @@ def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
     return (time.perf_counter() - start) / count
 
 
-def measure(probes: list[Probe], timeout: timedelta) -> Medians:
-    """Run the probes; return the median seconds of a call on all ranks."""
-    medians: Medians = {}
-    for probe in probes:
-        sample(probe.call, 1, timeout)  # the first call may take longer
-        longest = max(ranks.on_every_rank(sample, probe.call, 1, timeout))
-        count = max(1, int(SAMPLE_SECONDS / longest))
-        own = statistics.median(sample(probe.call, count, timeout) for _ in range(ROUNDS))
-        medians[probe.name] = dict(enumerate(ranks.on_every_rank(float, own)))
-    return medians
+def measure(probe: Probe, timeout: timedelta) -> list[float]:
+    """Return the median seconds of a call on each rank."""
+    sample(probe.call, 1, timeout)  # the first call may take longer
+    longest = max(ranks.on_every_rank(sample, probe.call, 1, timeout))
+    count = max(1, int(SAMPLE_SECONDS / longest))
+    own = statistics.median(sample(probe.call, count, timeout) for _ in range(ROUNDS))
+    return ranks.on_every_rank(float, own)
 
 
-def find_slow(medians: Medians) -> Medians:
-    """Return by probe the slow ranks with their time divided by the median of the others', so that
-    the slower of two is found."""
+def measure_again(probe: Probe, timeout: timedelta) -> list[float]:
+    """Return what `measure` does, but if a rank is slow the better of two measurements."""
+    seconds = measure(probe, timeout)
+    if find_slow(seconds):
+        seconds = list(map(min, seconds, measure(probe, timeout)))
+    return seconds
+
+
+def find_slow(seconds: list[float]) -> dict[int, float]:
+    """Return the slow ranks, with their time divided by the median of the others', so that the
+    slower of two is found."""
     tolerance = TOLERANCE if torch.accelerator.is_available() else CPU_TOLERANCE
-    slow: Medians = {}
-    for name, seconds in medians.items():
-        slow[name] = {}
-        for rank, own in seconds.items():
-            others = [value for other, value in seconds.items() if other != rank]
-            ratio = own / statistics.median(others or [own])
-            if ratio > tolerance:
-                slow[name][rank] = ratio
+    slow = {}
+    for rank, own in enumerate(seconds):
+        others = seconds[:rank] + seconds[rank + 1 :]
+        ratio = own / statistics.median(others or [own])
+        if ratio > tolerance:
+            slow[rank] = ratio
     return slow
 
 
-def describe_slow(first: Medians, second: Medians, places: list[Place]) -> list[str]:
-    """Return a message for each rank that is slow in both measurements."""
-    parts = defaultdict(list)
-    for name, ratios in second.items():
-        for rank, ratio in ratios.items():
-            if rank in first[name]:
-                parts[rank].append(f"{name} {ratio:.2f} times")
-    return [
-        f"rank {rank} on {places[rank].host} is slow: {', '.join(texts)} the others' time."
-        for rank, texts in sorted(parts.items())
-    ]
+def describe_slow(name: str, seconds: list[float], hosts: list[str]) -> list[str]:
+    """Return a message for each slow rank in a measurement."""
+    messages = []
+    for rank, ratio in find_slow(seconds).items():
+        who = f"rank {rank} on {hosts[rank]}"
+        messages.append(f"{who} is slow: {name}, {ratio:.2f} times the others' time.")
+    return messages
 
 
-def print_table(probes: list[Probe], medians: Medians, places: list[Place]) -> dict[str, float]:
-    """Print the median and the slowest value of each probe, and the slowest rank. Return the
-    slowest values."""
-    print(f"{'':36}{'unit':>8}{'median':>9}{'slowest':>9}  slowest rank")
-    speeds = {}
-    for probe in probes:
-        seconds = medians[probe.name]
-        slowest = max(seconds, key=seconds.get)
-        speeds[probe.name] = probe.work / seconds[slowest]
-        median = probe.work / statistics.median(seconds.values())
-        line = f"{probe.name:36}{probe.unit:>8}{median:>9.4g}{speeds[probe.name]:>9.4g}"
-        print(f"{line}  {slowest} on {places[slowest].host}")
-    return speeds
+def print_row(probe: Probe, seconds: list[float], hosts: list[str]) -> None:
+    """Print the median and the slowest speed, and the slowest rank."""
+    speeds = [probe.work / own for own in seconds]
+    slowest = speeds.index(min(speeds))
+    line = f"{probe.name:36}{probe.unit:>8}{statistics.median(speeds):>9.4g}{min(speeds):>9.4g}"
+    ranks.print0(f"{line}  {slowest} on {hosts[slowest]}")
 
 
 def step_seconds(
