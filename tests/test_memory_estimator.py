@@ -200,7 +200,8 @@ def test_other_architectures_are_estimated(name, sizes, block, units, tmp_path, 
     memory_estimator.main(["--model-name", str(tmp_path), "--seq-length", "64"])
     assert f" in {units} units\n" in capsys.readouterr().out
     args, model = read("--model-name", tmp_path, "--seq-length", 64)
-    built, blocks = memory_estimator.build(memory_estimator.load_script(args, config), config)
+    script = memory_estimator.load_script(args, config)
+    built, blocks = memory_estimator.build(script, config)
     assert block in {x.__name__ for x in blocks}
     assert model.parameters == built.num_parameters() and model.activations > model.stays
 

@@ -140,7 +140,7 @@ class Args:
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Return the flags of `argv` (default: sys.argv), or exit with a message."""
-    return tyro.cli(Args, args=argv, description="\n\n".join(__doc__.split("\n\n")[:2]))
+    return tyro.cli(Args, args=argv, description=__doc__)
 
 
 def short_name(name: str) -> str:
@@ -166,15 +166,12 @@ def load_config(name: str) -> transformers.PretrainedConfig:
 
 
 def load_script(args: Args, config: transformers.PretrainedConfig) -> ModuleType:
-    """Return the module of --script, or of the script for the model's type."""
-    if args.script:
-        return load_file(Path(args.script))
-    other = "T5_training" if config.is_encoder_decoder else "llama_fsdp"
-    return importlib.import_module(SCRIPTS.get(config.model_type, other))
-
-
-def load_file(path: Path) -> ModuleType:
-    """Return the module of a training script. Raise Problem if there is no such file."""
+    """Return the module of --script, or of the script for the model's type. Raise Problem if there
+    is no such file."""
+    if not args.script:
+        other = "T5_training" if config.is_encoder_decoder else "llama_fsdp"
+        return importlib.import_module(SCRIPTS.get(config.model_type, other))
+    path = Path(args.script)
     if not path.is_file():
         raise ranks.Problem(f"{path} does not exist. Pass a training script.")
     sys.path.insert(0, str(path.resolve().parent))  # its data module may be there, too
@@ -304,7 +301,7 @@ def read_model(args: Args) -> Model:
     config = model.config
     if hasattr(script, "checks"):  # an optional module
         script.checks.check_length(args, "seq_length", config)
-    in_4bit = add_adapters(args, model, blocks) if args.lora_rank else set()
+    in_4bit = add_adapters(args, script, model, blocks) if args.lora_rank else set()
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     head = model.get_output_embeddings().weight
@@ -365,28 +362,23 @@ class Adapted(nn.Module):
         return self.base_layer(inputs) + self.lora_B(self.lora_A(inputs)) * 0.5
 
 
-def add_adapters(args: Args, model: nn.Module, blocks: Classes) -> set[nn.Parameter]:
+def add_adapters(
+    args: Args, script: ModuleType, model: nn.Module, blocks: Classes
+) -> set[nn.Parameter]:
     """Freeze a model on meta and add adapters to the projections in its blocks. Return the weights
-    that --load-in-4bit quantizes, whose shapes stay. Raise Problem if a target is not one."""
+    that --load-in-4bit quantizes, whose shapes stay. Raise Problem if a target is not one, or if
+    the script has no adapters."""
+    if not hasattr(script, "lora"):  # an optional module
+        raise ranks.Problem(f"{script.__name__} has no adapters. Leave --lora-rank at 0.")
     model.requires_grad_(False)
-    projections = (nn.Linear.forward, Conv1D.forward)  # not Llama 4's router
-    inner: set[nn.Module] = set()
-    for block in model.modules():
-        if isinstance(block, blocks):
-            inner.update(block.modules())
-    names = set()
+    layers, targets = script.lora.projections(model, blocks, args.lora_targets)
     in_4bit = set()
-    for path, layer in list(model.named_modules()):
-        if layer not in inner or type(layer).forward not in projections:
-            continue
+    for path, layer in layers.items():
         name = path.rpartition(".")[2]
-        names.add(name)
         if args.load_in_4bit and name not in (model._keep_in_fp32_modules or []):
             in_4bit.add(layer.weight)
-        if not args.lora_targets or name in args.lora_targets:
+        if name in targets:
             model.set_submodule(path, Adapted(args.lora_rank, layer))
-    if unknown := set(args.lora_targets) - names:
-        raise ranks.Problem(f"--lora-targets {unknown} are not among {', '.join(sorted(names))}.")
     return in_4bit
 
 
@@ -406,7 +398,7 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
     outside: Storages = {}  # what autograd keeps outside of the blocks
     blocks: list[Storages] = []  # and in each block
     inputs: Storages = {}  # of all blocks
-    scopes = [outside]  # a stack; the last item is for the module that is running
+    current = outside
 
     def note(storages: Storages, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -415,17 +407,17 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
         return tensor
 
     def keep(tensor: Tensor) -> Tensor:
-        return note(scopes[-1], tensor)
+        return note(current, tensor)
 
     def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        for leaf in pytree.tree_leaves((args, options)):  # rotary embeddings are in a tuple
-            if isinstance(leaf, Tensor):
-                note(inputs, leaf)
-        blocks.append({})
-        scopes.append(blocks[-1])
+        nonlocal current
+        pytree.tree_map_only(Tensor, functools.partial(note, inputs), (args, options))
+        current = {}
+        blocks.append(current)
 
     def leave(*_: Any) -> None:
-        scopes.pop()
+        nonlocal current
+        current = outside
 
     for module in model.modules():
         if isinstance(module, classes):
@@ -433,16 +425,8 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
             module.register_forward_hook(leave)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        keep,
-        lambda tensor: tensor,
-    )
-    ids = torch.empty(
-        args.batch_size,
-        args.seq_length,
-        dtype=torch.int64,
-        device="meta",
-    )
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)

@@ -71,7 +71,7 @@ class Probe(NamedTuple):
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Return the flags of `argv` (default: sys.argv), or exit with a message."""
-    return tyro.cli(Args, args=argv, description="\n\n".join(__doc__.split("\n\n")[:2]))
+    return tyro.cli(Args, args=argv, description=__doc__)
 
 
 def preflight(args: Args) -> None:
