@@ -5,22 +5,51 @@ python tools/generate.py OUTPUT_DIR/final < prompts.txt          # one prompt pe
 python tools/generate.py OUTPUT_DIR/final --system "Be brief."   # a chat, until Ctrl-D
 """
 
-import argparse
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
-
 import torch
 import transformers
+import tyro
 from jinja2 import TemplateError
+from tyro.conf import Positional
+
+
+@dataclass
+class Args:
+    """The flags."""
+
+    directory: Positional[Path]  # final/ or best/ of a run
+    prompt: Positional[str | None] = None  # text to continue (none: each line of stdin)
+    max_new_tokens: int = 100  # limit for an answer
+    system: str = ""  # system turn of each chat
+    temperature: float | None = None  # 0: greedy (none: the model's)
+    top_p: float | None = None  # share to sample from (none: the model's)
+
+
+def settings(args: Args) -> dict[str, Any]:
+    """Return keyword arguments for the model's `generate`. Raise ValueError if a flag is out of its
+    range."""
+    sampling = {}
+    if args.temperature is not None:
+        sampling["temperature"] = args.temperature
+    if args.top_p is not None:
+        sampling["top_p"] = args.top_p
+    if not (0 <= sampling.get("temperature", 1) < 100 and 0 < sampling.get("top_p", 1) <= 1):
+        raise ValueError("--temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
+    if sampling:
+        sampling["do_sample"] = args.temperature != 0
+    return sampling | {"max_new_tokens": args.max_new_tokens}
 
 
 def load(directory: Path) -> tuple:
     """Return the tokenizer and the model in a directory, or the base model with its adapters."""
+    if not (directory / "tokenizer_config.json").is_file():
+        raise ValueError(f"{directory} has no model. Pass a final/ or best/ of a run.")
     kind = transformers.AutoModelForCausalLM
     is_whole = (directory / "config.json").is_file()
     if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:
@@ -43,74 +72,35 @@ def read_prompts(mark: str) -> Iterator[str]:
         print(end=mark, flush=True)
 
 
-def parse_args() -> argparse.Namespace:
-    """Return the flags, with `settings` for the model's `generate`, or exit with a message."""
-    parser = argparse.ArgumentParser(description="Generate text with a trained model.")
-    add = parser.add_argument
-    add("directory", type=Path, help="final/ or best/ of a run")
-    add("prompt", nargs="?", help="text to continue (default: each line of stdin)")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=100,
-        help="limit for an answer",
-    )
-    add("--system", help="system turn of each chat")
-    add("--temperature", type=float, help="0: greedy (default: the model's)")
-    add("--top-p", type=float, help="share to sample from (default: the model's)")
-    args = parser.parse_intermixed_args()
-    sampling = {"temperature": args.temperature, "top_p": args.top_p}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    if not (0 <= sampling.get("temperature", 1) < 100 and 0 < sampling.get("top_p", 1) <= 1):
-        sys.exit("error: --temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
-    if sampling:
-        sampling["do_sample"] = args.temperature != 0
-    args.settings = sampling | {"max_new_tokens": args.max_new_tokens}
-    if args.prompt is not None and not args.prompt.strip():
-        sys.exit("error: The prompt is blank. Pass some text.")
-    if not (args.directory / "tokenizer_config.json").is_file():
-        sys.exit(f"error: {args.directory} has no model. Pass a final/ or best/ of a run.")
-    return args
-
-
-def answer(model: Any, tokenizer: Any, turns: list[dict], settings: dict) -> str:
+def answer(model: Any, tokenizer: Any, turns: list[dict], options: dict[str, Any]) -> str:
     """Return the model's answer to the last turn, or to its text if there is no chat template."""
     text = turns[-1]["content"]
-    has_template = bool(tokenizer.chat_template)
-    if has_template:
+    # Without a template, a system turn raises ValueError.
+    is_chat = bool(tokenizer.chat_template) or turns[0]["role"] == "system"
+    if is_chat:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    batch = tokenizer(text, add_special_tokens=not has_template, return_tensors="pt")
-    ids = batch.input_ids.to(model.device)
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **settings,
-    )[0]
-    start = 0 if model.config.is_encoder_decoder else ids.size(1)
+    batch = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt").to(model.device)
+    mask = torch.ones_like(batch.input_ids)
+    output = model.generate(batch.input_ids, attention_mask=mask, **options)[0]
+    start = 0 if model.config.is_encoder_decoder else mask.size(1)
     return tokenizer.decode(output[start:], skip_special_tokens=True)
 
 
-def main() -> None:
+def run(args: Args) -> None:
     """Print the model's answer to each prompt, which is a user turn if there is a chat template."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a chat without a traceback
-    args = parse_args()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    try:
-        tokenizer, model = load(args.directory)
-        if args.system:  # without a template, or if it rejects system turns, this raises an error
-            tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
-    except (OSError, ValueError, ImportError, TemplateError) as error:
-        sys.exit(f"error: {args.directory} cannot be used: {str(error).splitlines()[0]}")
+    options = settings(args)
+    if args.prompt is not None and not args.prompt.strip():
+        raise ValueError("The prompt is blank. Pass some text.")
+    tokenizer, model = load(args.directory)
     is_chat = args.prompt is None and sys.stdin.isatty()
-    prompts = read_prompts("> " * is_chat) if args.prompt is None else [args.prompt]
-    turns = system
+    prompts = read_prompts("> " if is_chat else "") if args.prompt is None else [args.prompt]
+    first = [{"role": "system", "content": args.system}] if args.system else []
+    turns = first
     for prompt in prompts:
         if not is_chat:
-            turns = system
+            turns = first
         turns = [*turns, {"role": "user", "content": prompt}]
-        text = answer(model, tokenizer, turns, args.settings)
+        text = answer(model, tokenizer, turns, options)
         print(text, flush=True)
         if not text.strip():
             print("The answer is empty.", file=sys.stderr)
@@ -118,4 +108,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a chat without a traceback
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    arguments = tyro.cli(Args, description=__doc__)
+    try:
+        run(arguments)
+    except (OSError, ValueError, ImportError, TemplateError) as error:
+        first_line, *_ = str(error).splitlines()
+        sys.exit(f"error: {first_line}")
