@@ -18,7 +18,7 @@ import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
-from prepare.tables import Columns, Row, Table
+from prepare.tables import Form, Table
 
 IDS = List(Value("int32"))
 NUMBER = Value("int64")
@@ -39,11 +39,12 @@ FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '2
 OPEN_THOUGHT = re.compile(r"(?i)([<\[])([\w:]*(think|thought|reason)\w*[>\]])\s*\Z")
 WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
-TURN_KEYS = "role content tool_calls tool_call_id name reasoning_content thinking train"
-# Columns that change what a row teaches: a row that has them is refused.
-UNREAD = """history input context functions label kto_tag chosen rejected rejected_response
-rejected_messages images videos audios image video audio mask weight loss train training trainable
-loss_mask loss_scale loss_weight chat_template_kwargs enable_thinking"""
+TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
+             "thinking", "train")  # fmt: skip
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+FLAGS = ("--prompt-column", "--completion-column")
+FORMS = [("messages",), ("prompt", "completion"), ("input_ids",), ("content",)]
+FORMS = chat_formats.FORMS  # optional: chat_formats
 # Each question and its answer form a text from BOS to EOS. The markers are plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- if turns and turns[0]['role'] == 'system' -%}
@@ -128,7 +129,6 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     """Return the documents of one --dataset argument by split: train, and maybe validation."""
     documents = {}
     for part, table in read_rows(spec, args.dataset_config).items():
-        table = chat_formats.as_messages(spec, table, args)  # optional: chat_formats
         documents[part] = encode_rows(spec, table, tokenizer, args)
     return documents
 
@@ -136,18 +136,16 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
 def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     """Return the documents that the rows of data set `name` are or contain, with FEATURES and at
     most --max-seq-length + 1 tokens."""
-    columns = find_columns(name, table.columns, args)
-    if columns == (args.text_column,):
-        tables.print_columns(name, columns, table.columns)
+    form = find_form(name, table, args)
     function = partial(
         encode_row,
-        columns=columns,
+        form=form,
         tokenizer=tokenizer,
         header=answer_header(tokenizer),
-        text_column=args.text_column,
+        text_column=args.text_column or "content",
         length=args.max_seq_length + 1,
     )
-    stored = table.dataset.column_names
+    stored = [column for column in table.columns if column not in form.ignored]
     documents = tables.map_rows(name, table, stored, function, FEATURES, args.bad_rows)
     spells = sum(documents["spells"][:])
     if spells:
@@ -155,40 +153,42 @@ def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dat
     return documents
 
 
-def find_columns(name: str, columns: list, args: Any) -> Columns:
+def find_form(name: str, table: Table, args: Any) -> Form:
     """Return the columns of a data set's chats, or that of its texts or tokens: those of the flags
     if it has them, or else the usual ones. Raise Problem if it has none of these."""
-    text = (args.text_column,)
-    if args.text_column in columns and args.text_column != type(args).text_column:
-        return text
-    usual = [("messages",), ("prompt", "completion"), text]
     named = (args.prompt_column, args.completion_column)
-    if not any(named):
-        named = usual[0]
-    advice = "Pass --prompt-column and --completion-column, or --text-column."
-    return tables.find_columns(name, columns, args, named, usual, advice)
+    if args.completion_column is None:
+        named = (args.prompt_column,)
+    if args.text_column in table.columns or not any(named):
+        named = (args.text_column,)
+    form = tables.find_form(name, table, named, FORMS, FLAGS, args)
+    form.more = ("system", "system_prompt", "tools")
+    form.more = chat_formats.other_columns(form)  # optional: chat_formats
+    used = [column for column in table.columns if column in form.columns + form.more]
+    tables.print_columns(name, used, table.columns)
+    return form
 
 
 def encode_row(
-    row: Row, columns: Columns, tokenizer: Tokenizer, header: str, text_column: str, length: int
+    row: dict, form: Form, tokenizer: Tokenizer, header: str, text_column: str, length: int
 ) -> list:
     """Return the documents of a row with FEATURES and at most `length` tokens. Raise ValueError if
     the row is unusable, as a text with the `header` of answers is."""
-    for column in columns:
+    for column in form.columns:
         value = row.get(column)
         if header and isinstance(value, str) and header in value:
             raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
     text = ""  # it may spell special tokens
-    if columns == (text_column,):
+    if form.columns == (text_column,):
         text = prompt = row.get(text_column)
         documents = [encode_text(prompt, tokenizer)]
-    elif columns == ("input_ids",):
+    elif form.columns == ("input_ids",):
         ids, labels = read_tokens(row, length, tokenizer)
         documents = [(ids, labels)]
         first = np.argmax(np.array(labels) != -100)  # target
         prompt = ids[:first] if first > 1 else ids
     else:
-        chat = read_chat(row, columns)
+        chat = read_chat(row, form)
         text = str(chat)
         documents = encode(chat, tokenizer)
         turns, _ = chat
@@ -199,7 +199,7 @@ def encode_row(
     return [sample(prompt, ids, labels, length, spells) for ids, labels in documents]
 
 
-def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> Row:
+def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> dict:
     """Return a document with FEATURES and at most `length` tokens. `cut` is 0 if these are all, 1
     if targets are among them, else 2. `key` is a hash of everything before the first answer.
     `spells`: whether the row spells special tokens."""
@@ -216,30 +216,39 @@ def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> 
     }
 
 
-def read_chat(row: Row, columns: Columns) -> Chat:
+def read_chat(row: dict, form: Form) -> Chat:
     """Return the turns of the chat in one or two columns of a row, and its tools or None. A turn is
-    not a target if its `train` is False. Raise ValueError if the row is unusable."""
-    for column in UNREAD.split():
-        if row.get(column) not in (None, "", [], {}) and column not in columns:
-            raise ValueError(f"{column} would be ignored")
-    read_turns = as_objects if len(columns) == 1 else read_pair
-    turns = read_turns(row, *columns)
+    not a target if its `train` is False. Raise ValueError if the row is unusable, and Unread if
+    columns or keys would be lost that may matter."""
+    row = {column: row[column] for column in row if column not in form.ignored}
+    row = chat_formats.normalize(row, form)  # optional: chat_formats
+    first, *others = form.columns
+    if not others and isinstance(row.get(first), str):
+        raise Problem(f"{first} is text. Write a list of turns: objects with role and content")
+    turns = read_pair(row, *form.columns) if others else as_objects(row, first)
     system = row.get("system") or row.get("system_prompt")
     if system and system != turns[0].get("content"):
         if turns[0].get("role") == "system":
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": system}, *turns]
-    for turn in turns:
-        check_turn(turn)
+    lost = []
+    for i, turn in enumerate(turns):
+        turns[i], keys = read_keys(turn, form.ignored)
+        check_turn(turns[i])
+        lost += [key for key in keys if key not in lost]
     if not any(is_target(turn) for turn in turns):
-        raise ValueError("the chat has no assistant turn to train on")
+        columns = tables.unread(row, (*form.columns, *form.more), [])
+        ways = [tables.with_flags(FLAGS, (first, column)) for column in columns]
+        advice = f". For answers of a column, pass {' or '.join(ways)}" if ways else ""
+        raise ValueError(f"the chat has no assistant turn to train on{advice}")
+    form.check(row, [turn["content"] for turn in turns], lost)
     if is_target(turns[0]):
         raise ValueError('the chat starts with an answer. Write "train": false in that turn')
     tools = as_objects(row, "tools") if row.get("tools") else None
     return turns, tools
 
 
-def read_pair(row: Row, prompt: str, completion: str) -> Turns:
+def read_pair(row: dict, prompt: str, completion: str) -> list[dict]:
     """Return the turns of a prompt and its completion, which are texts or lists of turns. In a
     prompt, the assistant's turns are no targets unless they say so."""
     turns = as_objects(row, prompt, "user")
@@ -252,7 +261,7 @@ def read_pair(row: Row, prompt: str, completion: str) -> Turns:
     return turns + answers
 
 
-def as_objects(row: Row, key: str, role: str | None = None) -> Turns:
+def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
     """Return the list of objects in `row[key]`; with a `role`, a text is a turn of it. Raise
     ValueError if it is something else, or empty."""
     value = row.get(key)
@@ -263,23 +272,31 @@ def as_objects(row: Row, key: str, role: str | None = None) -> Turns:
     return value
 
 
-def is_target(turn: Row) -> bool:
+def is_target(turn: dict) -> bool:
     """Return whether a turn is trained on."""
     return turn["role"] == "assistant" and turn.get("train", True) is True
 
 
-def check_turn(turn: Row) -> None:
-    """Raise ValueError unless a turn has a known role, known keys, text and complete calls."""
+def read_keys(turn: dict, ignored: tuple[str, ...]) -> tuple[dict, list[str]]:
+    """Return a turn with those of its keys that are read, and the names of others that may matter:
+    also that of a second thought."""
+    content = turn.get("content")
+    kept = {*turn} - {*ignored} | {"role", "content"}
+    turn = {key: turn[key] for key in turn if key in kept}
+    thoughts = [key for key in THOUGHTS if turn.get(key)]
+    if thoughts[:1] == ["reasoning"]:
+        turn["reasoning_content"] = turn["reasoning"]
+    lost = [key for key in thoughts if turn[key] != turn[thoughts[0]]]
+    lost += tables.unread(turn, (*TURN_KEYS, *THOUGHTS), [str(content)])
+    return {key: turn[key] for key in TURN_KEYS if key in turn}, lost
+
+
+def check_turn(turn: dict) -> None:
+    """Raise ValueError unless a turn has a known role, text and complete calls."""
     role = turn.get("role")
     content = turn.get("content")
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {ROLES}")
-    unknown = turn.keys() - TURN_KEYS.split()
-    if unknown:
-        raise ValueError(
-            f"the {role}'s turn has {min(unknown)}, an unknown key. Write reasoning as "
-            'reasoning_content, and "train": false in turns that are no targets. Remove other keys'
-        )
     if not isinstance(content, str):
         raise ValueError(f"the {role}'s turn is {content!r}, not text")
     if turn.get("tool_calls"):
@@ -472,7 +489,7 @@ def encode_text(text: Any, tokenizer: Tokenizer) -> Document:
     return ids, [-100, *ids[1:]]
 
 
-def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
+def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> Document:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
     ids = tokens.check_tokens(row, "input_ids", "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
@@ -532,5 +549,8 @@ def drop_cut(name: str, split: str, documents: Dataset, length: int) -> Dataset:
         f"--max-seq-length {length}, which cuts {is_cut:,} of them"
     )
     if 2 * len(kept) < len(documents):
-        raise Problem(f"{name}: most answers start after --max-seq-length {length}. Raise it.")
+        raise Problem(
+            f"{name}: {len(documents) - len(kept)} of {len(documents)} documents start their first "
+            f"answer after --max-seq-length {length}. Raise it"
+        )
     return documents.select(kept)

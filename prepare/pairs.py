@@ -19,7 +19,7 @@ import prepare.files as files  # optional: files
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
-from prepare.tables import Columns, Row, Table
+from prepare.tables import Form, Table
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 SPLITS = ("train", "validation", "test")  # 98, 1 and 1 percent of WikiHow's titles, or its lists
@@ -30,11 +30,13 @@ IDS = List(Value("int32"))
 TOKENS = {"input_ids": IDS, "labels": IDS, "length": Value("int32")}
 KEY = {"key": Value("int64")}  # rows with equal ones are in one split
 WIKIHOW_COLUMNS = ("text", "headline", "title")
-# Texts and summaries: the flags' defaults, and others that are read without flags.
+FLAGS = ("--source-column", "--target-column")
+# Texts and summaries that are read without flags.
 USUAL_NAMES = """text headline, input_ids, article highlights, article summary, article abstract,
 document summary, dialogue summary, text summary, text target, source target, input output,
 prompt response, prompt completion, question answer"""
 USUAL_COLUMNS = [tuple(names.split()) for names in USUAL_NAMES.split(",")]
+OTHER_COLUMNS = ("title", "overview", "sectionLabel")  # beside the pairs of WikiHow and XL-Sum
 SPACES = "a\n\tb  c"  # text that some tokenizers change
 
 read_rows = read.read
@@ -43,8 +45,8 @@ read_rows = files.read  # optional: files
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    if args.source_column == args.target_column:
-        raise Problem("--source-column and --target-column are the same.")
+    if len({args.source_column, args.target_column} - {None}) == 1:
+        raise Problem("--source-column and --target-column must name two columns.")
     parts = partial(load_parts, args=args, tokenizer=tokenizer)
     make = partial(draw, args=args, tokenizer=tokenizer)
     return sets.load_sets(args, parts, make, evaluate_only)
@@ -125,7 +127,7 @@ def title_key(title: str) -> str:
     return "".join(filter(str.isalnum, title))
 
 
-def clean_article(row: Row, titles: dict) -> list:
+def clean_article(row: dict, titles: dict) -> list:
     """Return the sample of a row of WikiHow, with its split. Return none if the summary is empty or
     nearly as long as the text, or if there are lists of titles without the title."""
     text = row.get("text").strip()
@@ -157,30 +159,32 @@ def clean_rows(name: str, table: Table, args: Any, tokenizer: Tokenizer) -> Data
     """Return the usable rows of data set `name` as PAIR and KEY or, if they are tokenized, as
     TOKENS and KEY."""
     named = (args.source_column, args.target_column)
-    advice = "Pass --source-column and --target-column. To train on chats, use llama_fsdp.py."
-    pair = tables.find_columns(name, table.columns, args, named, USUAL_COLUMNS, advice)
-    if pair == ("input_ids",):
+    form = tables.find_form(name, table, named, USUAL_COLUMNS, FLAGS, args)
+    form.more = OTHER_COLUMNS
+    if form.columns == ("input_ids",):
         limits = (args.source_length, args.target_length)
         function = partial(read_tokens, limits=limits, tokenizer=tokenizer)
         return tables.map_rows(name, table, table.columns, function, TOKENS | KEY, args.bad_rows)
-    tables.print_columns(name, pair, table.columns)
-    function = partial(clean_pair, columns=pair)
-    return tables.map_rows(name, table, pair, function, PAIR | KEY, args.bad_rows)
+    tables.print_columns(name, form.columns, table.columns)
+    function = partial(clean_pair, form=form)
+    columns = [column for column in table.columns if column not in form.ignored]
+    return tables.map_rows(name, table, columns, function, PAIR | KEY, args.bad_rows)
 
 
-def clean_pair(row: Row, columns: Columns) -> list:
-    """Return the text and the summary in two columns of a row. Raise ValueError if they are not
-    text, or empty."""
-    for column in columns:
+def clean_pair(row: dict, form: Form) -> list:
+    """Return the text and the summary of a row. Raise ValueError if they are not text, or empty,
+    and Unread if other columns may matter."""
+    for column in form.columns:
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
-    text, summary = (row[column] for column in columns)
+    text, summary = (row[column] for column in form.columns)
+    form.check(row, [text, summary], keys=[])
     return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 
-def read_tokens(row: Row, limits: tuple, tokenizer: Tokenizer) -> list:
+def read_tokens(row: dict, limits: tuple, tokenizer: Tokenizer) -> list:
     """Return the sample that a tokenized row is, with the columns of TOKENS and KEY."""
     ids = tokens.check_tokens(row, "input_ids", "--source-length", limits[0], tokenizer)
     labels = tokens.check_tokens(row, "labels", "--target-length", limits[1], tokenizer)
@@ -219,7 +223,7 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Any) -> Dataset
 
 
 def encode_pair(
-    row: Row,
+    row: dict,
     prefix: str,
     limits: tuple,
     keeps_spaces: bool,

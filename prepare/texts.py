@@ -12,7 +12,7 @@ import prepare.files as files  # optional: files
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
-from prepare.tables import CONTINUES, Row, Table
+from prepare.tables import CONTINUES, Table
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
@@ -63,9 +63,9 @@ def hold_out(name: str, samples: Dataset) -> Parts:
 
 def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    advice = "Pass --text-column. To train on chats, use llama_fsdp.py."
     named = (args.text_column,)
-    (column,) = tables.find_columns(name, table.columns, args, named, USUAL_COLUMNS, advice)
+    form = tables.find_form(name, table, named, USUAL_COLUMNS, ("--text-column",), args)
+    (column,) = form.columns
     if column == "input_ids":
         function = partial(read_block, tokenizer=tokenizer, size=args.block_size)
         return tables.map_rows(name, table, table.columns, function, FEATURES, args.bad_rows)
@@ -94,13 +94,13 @@ def print_special(name: str, documents: Dataset, tokenizer: Tokenizer) -> None:
         print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
 
 
-def read_block(row: Row, tokenizer: Tokenizer, size: int) -> list:
+def read_block(row: dict, tokenizer: Tokenizer, size: int) -> list:
     """Return the block that a tokenized row is."""
     ids = tokens.check_tokens(row, "input_ids", "--block-size", size + 1, tokenizer)
     return [{"input_ids": ids}]
 
 
-def encode_text(row: Row, column: str, tokenizer: Tokenizer, are_lines: bool) -> list:
+def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -> list:
     """Return the documents of a row, which end in EOS unless the next row continues the last one.
     With `are_lines`, a text that ends in a line break is a line of an article."""
     text = row.get(column)
