@@ -31,10 +31,10 @@ def read_notes(args: Any, load_rows: Callable | None) -> dict:
 def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what decides the tokens, by name: the module of `args`, the tokenizer, the flags."""
     flags = {f"--{name}": str(value) for name, value in vars(args).items() if name not in FREE}
-    return flags | {
+    return {
         "the data module": type(args).__module__,
         "the tokenizer and chat template": tokenizer_digest(tokenizer),
-    }
+    } | flags
 
 
 def load(

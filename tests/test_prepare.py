@@ -56,7 +56,7 @@ def prepared(chats, tmp_path_factory):
     ("llama_fsdp", {}, None),
     ("llama_fsdp", {"chat_template": "chatml"}, "with the tokenizer and chat template [0-9a-f]"),
     ("llama_fsdp", {"max_seq_length": 32}, "with --max-seq-length 512, not 32. Pass the same, or"),
-    ("llama_fsdp", {"text_column": "x"}, "with --text-column content, not x. Pass the same, or"),
+    ("llama_fsdp", {"text_column": "x"}, "with --text-column None, not x. Pass the same, or"),
     ("llama_fsdp", {"num_train_samples": 9}, "with --num-train-samples 600, not 9."),
     ("gpt2_fsdp", {"num_train_samples": 600}, "the data module chat_dataset, not block_dataset"),
 ])  # fmt: skip
