@@ -18,7 +18,9 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("Importing PyTorch and Transformers ...", file=sys.stderr, flush=True)
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +52,16 @@ import optional.trackers as trackers  # optional: trackers
 import optional.watchdog as watchdog  # optional: watchdog
 import policies
 from core import checkpoint, ranks, weights
-from core.args import Model, Optim, Run, parse, validate
+from core.args import Model, Optim, Run, parse
 from core.checkpoint import State
 from core.chunked_loss import LossHead
 from core.export import add_stops, export_model
 from core.log import Log, mean_losses, open_directory, progress, write_results
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
-    MicroBatchCollator,
     StepSampler,
     items,
+    micro_batches,
     ordered_loader,
     parameter_groups,
     schedule,
@@ -113,7 +115,7 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    return validate(parse(Args, __doc__, TINY))
+    return parse(Args, __doc__, TINY)
 
 
 @record
@@ -134,14 +136,15 @@ def fsdp_main(args: Args) -> None:
     safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, initial = load_model(args, newest is None or run.evaluate_only)
     shapes = weights.whole_shapes(model)
+    collate = chat_dataset.collate
     if run.export_only or run.evaluate_only:
         model = wrap_model(args, device, model, blocks, initial)
-        run_without_training(args, device, model, tokenizer, shapes, newest)
+        run_without_training(args, device, model, tokenizer, collate, shapes, newest)
         ranks.finish()
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     model = wrap_model(args, device, model, blocks, initial)
     checkpoint.write_status(output, "running")
-    is_finished = train(args, device, model, tokenizer, *data, shapes, newest)
+    is_finished = train(args, device, model, tokenizer, collate, *data, shapes, newest)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
     ranks.finish(code=0 if is_finished else STOPPED)
@@ -268,6 +271,7 @@ def train(
     device: torch.device,
     model: nn.Module,
     tokenizer: Tokenizer,
+    collate: Callable,
     train_set: Any,
     val_sets: dict,
     shapes: weights.Shapes,
@@ -284,7 +288,7 @@ def train(
     loader = DataLoader(  # each item is a step: a list of micro-batches
         train_set,
         batch_sampler=sampler,
-        collate_fn=MicroBatchCollator(chat_dataset.collate, optim),
+        collate_fn=partial(micro_batches, collate=collate, optim=optim),
         num_workers=optim.num_workers,
         worker_init_fn=ranks.block_stops,
         timeout=run.timeout_minutes * 60 if optim.num_workers else 0,
@@ -319,7 +323,7 @@ def train(
     start = state.step
     if start >= total_steps:
         print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
-    probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
+    probe = checks.chats(args.data), collate  # optional: startup_checks
     losses = summed_loss, token_loss  # optional: startup_checks
     checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
     checks.check_optimizers(model, optimizers)  # optional: startup_checks
@@ -327,17 +331,9 @@ def train(
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
     log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
     stop = StopRequest()
+    validated = args, device, model, tokenizer, collate, val_sets
     if state.eval_due:  # at step 0, or because a stop interrupted it
-        evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
-
-    def is_due(every: int | None) -> bool:
-        """Return whether to do what is done every N steps, after each epoch and at the end. None:
-        not every N steps; 0: only at the end."""
-        if step == total_steps:
-            return True
-        if every == 0:
-            return False
-        return step % epoch_steps == 0 or (every is not None and step % every == 0)
+        evaluate(*validated, state, log, stop)
 
     loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
     norms: dict[int, Tensor] = {}  # of steps since the host last waited
@@ -370,9 +366,9 @@ def train(
 
         # 5. Clip and update. The rate depends on the step alone, so no scheduler has to be saved.
         is_last = step == total_steps
-        log_due = is_due(run.log_every)
-        eval_due = is_due(run.eval_every)
-        save_due = is_due(run.save_every)
+        log_due = sampler.is_due(step, run.log_every)
+        eval_due = sampler.is_due(step, run.eval_every)
+        save_due = sampler.is_due(step, run.save_every)
         lr = optim.lr * factors[step - 1]
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
@@ -408,7 +404,7 @@ def train(
             state.logged_step = step
         state.eval_due = eval_due
         if eval_due and not is_stopping:
-            is_stopping = evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
+            is_stopping = evaluate(*validated, state, log, stop)
         if save_due or is_stopping:
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
             state.scaler = scaler.state_dict()
@@ -436,6 +432,7 @@ def evaluate(
     device: torch.device,
     model: nn.Module,
     tokenizer: Tokenizer,
+    collate: Callable,
     val_sets: dict,
     state: State,
     log: Log,
@@ -445,7 +442,7 @@ def evaluate(
     a rank was asked to stop. A resume repeats this then, and if best/ could not be written. Call on
     all ranks."""
     try:
-        results = validation(args, device, model, val_sets, stop)
+        results = validation(args, device, model, collate, val_sets, stop)
         loss = results["loss"]
         if state.step == 0 and not math.isfinite(loss):
             raise Problem(f"The validation loss before training is {loss}. The weights of "
@@ -475,6 +472,7 @@ def validation(
     args: Args,
     device: torch.device,
     model: nn.Module,
+    collate: Callable,
     val_sets: dict,
     stop: StopRequest,
 ) -> dict:
@@ -484,7 +482,7 @@ def validation(
     autocast = policies.autocast(model, device, args.sharding.precision)
     with policies.evaluation(model), autocast:
         for name, samples in val_sets.items():
-            loader = ordered_loader(samples, args.optim.batch_size, chat_dataset.collate, device)
+            loader = ordered_loader(samples, args.optim.batch_size, collate, device)
             total = torch.zeros(2, dtype=torch.float64, device=device)
             for i, batch in enumerate(progress(loader, f"validation on {name}", len(loader))):
                 if i % 8 == 0:  # hosts wait for hosts
@@ -501,6 +499,7 @@ def run_without_training(
     device: torch.device,
     model: nn.Module,
     tokenizer: Tokenizer,
+    collate: Callable,
     shapes: weights.Shapes,
     newest: Path | None,
 ) -> None:
@@ -522,10 +521,10 @@ def run_without_training(
         return
     options = args.data, tokenizer, args.optim.seed, True
     _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)
-    probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
+    probe = checks.chats(args.data), collate  # optional: startup_checks
     losses = summed_loss, token_loss  # optional: startup_checks
     checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
-    results = validation(args, device, model, val_sets, StopRequest())
+    results = validation(args, device, model, collate, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))
 
 

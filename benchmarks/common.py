@@ -65,11 +65,13 @@ def train(
         raise StepsDone
 
     model, tokenizer, shapes = load(script, args, device)
+    data = sys.modules[type(args.data).__module__]
+    collate = data.collator(model) if hasattr(data, "collator") else data.collate
     script.progress = own_steps  # the script's loop gets all steps through it
     script.evaluate = lambda *_: False
     args.run.output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(StepsDone):
-        script.train(args, device, model, tokenizer, train_set, {}, shapes, None)
+        script.train(args, device, model, tokenizer, collate, train_set, {}, shapes, None)
 
 
 def load_with_transformers(args: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,7 @@ from transformers import AutoTokenizer
 
 import chat_dataset
 from core import ranks
-from core.steps import MicroBatchCollator, StepSampler
+from core.steps import StepSampler, micro_batches
 from tools import docstrings, memory_estimator
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
@@ -194,7 +195,7 @@ def run_bare(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     # The batches of llama_fsdp.py, for steps of one micro-batch.
     sampler = StepSampler(len(rows), args.optim)
     sampler.stop = clock.last
-    collate = MicroBatchCollator(chat_dataset.collate, args.optim)
+    collate = partial(micro_batches, collate=chat_dataset.collate, optim=args.optim)
     losses = []
     model.train()
     for (batch,) in DataLoader(rows, batch_sampler=sampler, collate_fn=collate):

@@ -148,7 +148,7 @@ class Optim:
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:
-    """Return the arguments of sys.argv, or exit with a message if they cannot be parsed. `tiny` are
+    """Return the arguments of sys.argv, or exit with a message for all that is wrong. `tiny` are
     the defaults if `model.model_name` is tiny."""
     options = {
         "description": "\n".join(docstring.split("\n\n")[:2]),  # the first line and the commands
@@ -170,7 +170,7 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
         if end.code == 0:  # --help
             raise
         finish(Problem(advice(message.getvalue())))
-    return args
+    return _validate(args)
 
 
 def advice(text: str) -> str:
@@ -189,7 +189,7 @@ def command_line() -> str:
     return " ".join(sys.argv).replace("=", " ").replace("_", "-")
 
 
-def validate(args: Any) -> Any:
+def _validate(args: Any) -> Any:
     """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with one
     message for numbers out of the Range of their annotations, lists that repeat a flag, of which
     tyro would keep the last part, or a value, and the `problems` of sections."""
