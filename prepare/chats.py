@@ -13,7 +13,6 @@ from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import prepare.chat_formats as chat_formats  # optional: chat_formats
-import prepare.files as files  # optional: files
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
@@ -89,9 +88,6 @@ Spans = list  # answers in a text: turn, start and end character of each
 Ids = list[int]
 Document = tuple  # ids, and labels: the ids of targets and otherwise -100
 
-read_rows = read.read
-read_rows = files.read  # optional: files
-
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
@@ -128,7 +124,7 @@ class Rendered:
 def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     """Return the documents of one --dataset argument by split: train, and maybe validation."""
     documents = {}
-    for part, table in read_rows(spec, args.dataset_config).items():
+    for part, table in read.read(spec, args.dataset_config).items():
         documents[part] = encode_rows(spec, table, tokenizer, args)
     return documents
 

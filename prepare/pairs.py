@@ -15,7 +15,6 @@ import numpy as np
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-import prepare.files as files  # optional: files
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
@@ -38,9 +37,6 @@ prompt response, prompt completion, question answer"""
 USUAL_COLUMNS = [tuple(names.split()) for names in USUAL_NAMES.split(",")]
 OTHER_COLUMNS = ("title", "overview", "sectionLabel")  # beside the pairs of WikiHow and XL-Sum
 SPACES = "a\n\tb  c"  # text that some tokenizers change
-
-read_rows = read.read
-read_rows = files.read  # optional: files
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -86,7 +82,7 @@ def load_rows(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
     name, _, split = spec.partition(":")
     if name == "wikihow":
         return read.pick(name, load_wikihow(args), split)
-    parts = read_rows(spec, args.dataset_config)
+    parts = read.read(spec, args.dataset_config)
     return {part: clean_rows(spec, table, args, tokenizer) for part, table in parts.items()}
 
 
@@ -101,7 +97,7 @@ def load_wikihow(args: Any) -> Parts:
     titles = read_titles(directory)
     function = partial(clean_article, titles=titles)
     features = PAIR | KEY | {"split": Value("string")}
-    table = read_rows(str(path))["train"]
+    table = read.read(str(path))["train"]
     rows = tables.map_rows("wikihow", table, WIKIHOW_COLUMNS, function, features, args.bad_rows)
     splits = np.array(rows["split"][:])
     parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}

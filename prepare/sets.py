@@ -7,8 +7,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from core.ranks import print0
-from prepare import read
+from core.ranks import Problem, print0
 
 
 def load_sets(args: Any, load_parts: Callable, draw: Callable, evaluate_only: bool) -> tuple:
@@ -21,7 +20,7 @@ def load_sets(args: Any, load_parts: Callable, draw: Callable, evaluate_only: bo
     validation = {}
     for name in args.val_dataset:
         parts = load_parts(name)
-        validation[name] = parts.get("validation", parts["train"])
+        validation[name] = parts["validation" if "validation" in parts else "train"]
         if name in args.dataset and "validation" not in parts:
             print0(f"{name} is also trained on: its validation loss will be too low.")
     names = () if evaluate_only and validation else args.dataset
@@ -29,8 +28,9 @@ def load_sets(args: Any, load_parts: Callable, draw: Callable, evaluate_only: bo
         parts = load_parts(name)
         if not args.val_dataset:
             validation[name] = parts["validation"]
+        if "train" not in parts:
+            raise Problem(f"{name} has no split train. Pass another one: {name}:SPLIT.")
         if not evaluate_only:
-            read.check_name(name)
             training.append(draw(name, "train", parts["train"], args.num_train_samples))
     for name, samples in validation.items():
         drawn = draw(name, "validation", samples, args.num_val_samples)

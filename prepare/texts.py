@@ -8,7 +8,6 @@ import pyarrow.compute as compute
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-import prepare.files as files  # optional: files
 from core.ranks import Problem, print0
 from prepare import read, sets, tables, tokens
 from prepare.read import Parts
@@ -18,9 +17,6 @@ FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
 USUAL_COLUMNS = [("text",), ("input_ids",), ("content",), ("document",), ("article",)]
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>")  # EOS of several models
-
-read_rows = read.read
-read_rows = files.read_texts  # optional: files
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -48,7 +44,7 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     config = args.dataset_config
     if config is None and spec.startswith(WIKITEXT):
         config = "wikitext-2-raw-v1"
-    parts = read_rows(spec, config)
+    parts = read.read(spec, config, has_texts=True)
     return {part: encode(spec, table, tokenizer, args) for part, table in parts.items()}
 
 
