@@ -181,18 +181,18 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Copies a tensor on a GPU into host memory when it is written, and then frees the copy. DCP's
-    writer would keep the pinned copies of all: https://github.com/pytorch/pytorch/issues/195982"""
+    """Copies one tensor on a GPU at a time into host memory, to write it. DCP's writer would keep
+    the copies of all: https://github.com/pytorch/pytorch/issues/195982"""
 
-    copied: Tensor | None = None
+    copied = torch.empty(0)
 
     def resolve_data(self, write_item: Any) -> Any:
-        """Return the tensor of an item in host memory."""
-        if self.copied is not None:
-            self.copied.untyped_storage().resize_(0)
-        tensor = super().resolve_data(write_item)
-        self.copied = None if tensor.is_cpu else tensor.detach().cpu()
-        return tensor if self.copied is None else self.copied
+        """Return a tensor in host memory, or the bytes of another value. Free the copy before."""
+        self.copied.untyped_storage().resize_(0)
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor) and not data.is_cpu:
+            data = self.copied = data.detach().cpu()
+        return data
 
 
 def save(
