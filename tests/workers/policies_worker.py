@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import block_dataset
 import gpt2_fsdp
 import policies
-from core import ranks
+from core import checkpoint, ranks
 from optional import startup_checks
 
 STRATEGIES = {  # the scripts handle strategies alike, so one script tries all of them
@@ -121,6 +121,8 @@ def try_strategy(
     if dist.get_rank() == 0:
         state = json.loads(path.read_text())
         state["scaler"]["scale"] = 1.5
+        del state["crc"]
+        state["crc"] = checkpoint.crc_of(state)
         path.write_text(json.dumps(state))
     dist.barrier()
     resumed.run([*flags, *fp16], 17, {17: "loss"})
