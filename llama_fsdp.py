@@ -29,7 +29,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -91,7 +90,7 @@ RUN = Run(
     export_dtype="bf16",
     timeout_minutes=90.0,
 )
-RECOMPUTING = policies.Sharding(activation_checkpointing=True)
+RECOMPUTING = policies.Sharding(activation_checkpointing="blocks")
 export = export_model
 export = lora.export_model  # optional: lora
 
@@ -222,11 +221,13 @@ def wrap_model(
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
     policy = policies.wrap_policy(blocks if is_tied else (*blocks, nn.Embedding, LossHead))
+    if sharding.activation_checkpointing != "none":
+        policies.checkpoint_blocks(model, blocks, sharding)
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":
         model.apply(init)
-        model = DDP(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        model = DDP(model, **policies.DDP_OPTIONS)
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
@@ -245,10 +246,6 @@ def wrap_model(
             cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
-        )
-    if sharding.activation_checkpointing:  # after FSDP, so that FSDP1 is the outer wrapper
-        checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, blocks)
         )
     return model
 

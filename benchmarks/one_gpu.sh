@@ -73,7 +73,7 @@ phase_b() {  # one rank of many: its peak against the estimate
 phase_c() {  # 7B on this GPU: tokens/s and TFLOP/s
     local ours="--processes 1 --length 4096 --steps 5 --strategies"
     memory c-batch-4 50 llama-2-7b $ours full_shard --batch-size 4
-    memory c-batch-1 130 llama-2-7b $ours full_shard "full_shard --no-activation-checkpointing"
+    memory c-batch-1 130 llama-2-7b $ours full_shard "full_shard --activation-checkpointing none"
     [ -n "$tiny" ] || memory c-compiled 90 llama-2-7b $ours "full_shard --compile"
     memory c-qlora 60 llama-2-7b $ours "full_shard --lora-rank 16 --load-in-4bit" --memory-limit-gb 24
 }

@@ -91,7 +91,8 @@ def draw_estimate(path: Path) -> plt.Figure:
     for place, row in enumerate(rows):
         axis.text(max(ends[place], peaks[place]), place, f"  {peaks[place]:.1f}", va="center")
         name = row["strategy"] + ", CPU offload" * row["cpu_offload"]
-        names.append(name + ", recomputed" * row["activation_checkpointing"])
+        kind = row["activation_checkpointing"]
+        names.append(name if kind == "none" else f"{name}, {kind}")
     axis.set_yticks(places, names)
     axis.invert_yaxis()
     axis.margins(x=0.1)

@@ -52,7 +52,8 @@ def estimate(row: dict[str, str]) -> float:
     others = {"max_position_embeddings": 1 << 15, "tie_word_embeddings": is_tied}
     config = memory_estimator.new_config(LINES[row["model"]], **others)
     args = memory_estimator.parse_args(row["flags"].split())
-    args.activation_checkpointing = "recomputed" in differences
+    if "recomputed" in differences:
+        args.activation_checkpointing = "selective" if "selective" in differences else "blocks"
     args.cpu_offload = "offload" in differences
     if "shard_grad_op" in differences:
         args.strategy = "shard_grad_op"
@@ -65,15 +66,8 @@ def estimate(row: dict[str, str]) -> float:
     tokens = args.batch_size * args.seq_length
     at_layers = tokens * config.num_hidden_layers
     keys = config.num_key_value_heads * config.head_dim
-    kept, block = model.activations, 0
-    if args.activation_checkpointing:
-        kept, block = model.stays, model.block
+    kept, block = model.activations[args.activation_checkpointing]
     loss = int(float(row["logit_bytes"]) * tokens * config.vocab_size)
-    if "selective" in differences:
-        # The first, third, fifth and last of a block's seven products (q, v, the MLP's gate and
-        # output), and the attention with an fp32 sum per head: _save_list in torchtitan.
-        width = 3 * config.hidden_size + keys + config.intermediate_size
-        kept += at_layers * (2 * width + 4 * config.num_attention_heads)
     if "outputs" in differences:
         kept += at_layers * 2 * 2 * keys + 4 * tokens * config.vocab_size
     if "cache" in differences:

@@ -78,13 +78,13 @@ PRESETS = {  # models, as lines of memory_estimator.SIZES; tokens of a pack and 
 }
 FLAGS = {  # of our script in each comparison
     "trl": "--model-name ./llama --dataset chats.jsonl --val-dataset chats-few.jsonl "
-    "--max-seq-length {pack} --batch-size 2 --no-activation-checkpointing",
+    "--max-seq-length {pack} --batch-size 2 --activation-checkpointing none",
     "seq2seq": "--model-name ./t5 --dataset pairs.jsonl --val-dataset pairs-few.jsonl "
     "--source-column source --target-column target --batch-size 8",
     "trainer": "--model-name ./gpt2 --dataset texts.jsonl --val-dataset texts-few.jsonl "
     "--block-size {block} --batch-size 8",
     "bare": "--model-name ./bare --dataset texts.jsonl --max-seq-length {pack} --batch-size 1 "
-    "--no-activation-checkpointing --weight-decay 0",
+    "--activation-checkpointing none --weight-decay 0",
 }
 SCRIPTS = {
     "trl": "llama_fsdp",

@@ -28,7 +28,7 @@ def step_of_best(output: Path) -> int:
 
 VARIANTS = [  # --cpu-offload needs a GPU
     ["--fsdp", "2", "--compile"], ["--strategy", "ddp"],
-    ["--activation-checkpointing", "--precision", "bf16"],
+    ["--activation-checkpointing", "blocks", "--precision", "bf16"],
     ["--lora-rank", "2"], ["--lora-rank", "2", "--load-in-4bit"],
 ]  # fmt: skip
 

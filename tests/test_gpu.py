@@ -60,7 +60,7 @@ def check_run(output: Path) -> None:
 
 FLAGS = [
     ["--precision", "auto"],
-    ["--precision", "bf16-fp32-reduce", "--activation-checkpointing"],
+    ["--precision", "bf16-fp32-reduce", "--activation-checkpointing", "blocks"],
     ["--precision", "fp16"],
     ["--precision", "bf16", "--strategy", "shard_grad_op"],
     ["--precision", "bf16", "--strategy", "ddp"],
@@ -68,7 +68,7 @@ FLAGS = [
     ["--precision", "bf16", "--fsdp", "2"],
     ["--precision", "fp16", "--fsdp", "2"],
     ["--precision", "bf16", "--fsdp", "2", "--cpu-offload"],
-    ["--precision", "bf16", "--fsdp", "2", "--activation-checkpointing"],
+    ["--precision", "bf16", "--fsdp", "2", "--activation-checkpointing", "blocks"],
     ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     ["--precision", "bf16", "--gradient-accumulation-steps", "2"],
     ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--fsdp", "2"],

@@ -47,7 +47,7 @@ VARIANTS = {  # by number of ranks
         "lora_bf16": [*LORA, "--precision", "bf16"],
         "lora_targets": [*LORA, *TWO_TARGETS],
         "nf4": NF4,
-        "nf4_recomputed": [*NF4, "--activation-checkpointing"],
+        "nf4_recomputed": [*NF4, "--activation-checkpointing", "blocks"],
         "nf4_compile": [*NF4, *COMPILED],
         "nf4_shard_grad_op": [*NF4, "--strategy", "shard_grad_op"],
         "nf4_bf16": [*NF4, "--precision", "bf16"],

@@ -4,22 +4,25 @@ import gc
 import importlib
 import importlib.util
 import json
+import re
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import launch
+from conftest import ROOT, launch
 from copied import edited_text
 from torch import Tensor
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+import policies
 from benchmarks import published
 from core import ranks
 from optional import fused_norms
@@ -37,6 +40,7 @@ ODD_SIZES = {  # small models by script; all flat parameters need padding
 LLAMA_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}  # fmt: skip
 HAS_EXTRAS = importlib.util.find_spec("bitsandbytes") is not None
+DOCUMENT = (ROOT / "docs/memory.md").read_text()
 needs_extras = pytest.mark.skipif(not HAS_EXTRAS, reason="needs requirements-extras.txt")
 
 
@@ -122,15 +126,16 @@ class Storages(TorchDispatchMode):
         return output
 
 
-@pytest.mark.parametrize("script, attention, recompute", [
-    ("llama_fsdp", "sdpa", False), ("gpt2_fsdp", "sdpa", False), ("T5_training", "eager", False),
-    ("llama_fsdp", "sdpa", True), ("gpt2_fsdp", "sdpa", True),
+@pytest.mark.parametrize("script, attention, kind", [
+    ("llama_fsdp", "sdpa", "none"), ("gpt2_fsdp", "sdpa", "none"), ("T5_training", "eager", "none"),
+    ("llama_fsdp", "sdpa", "blocks"), ("gpt2_fsdp", "sdpa", "blocks"),
+    ("llama_fsdp", "sdpa", "selective"), ("gpt2_fsdp", "sdpa", "selective"),
 ])  # fmt: skip
-def test_activation_estimate_equals_live_storages(script, attention, recompute, odd_models):
+def test_activation_estimate_equals_live_storages(script, attention, kind, odd_models):
     flags = ["--model-name", odd_models[script], "--precision", "fp32", "--batch-size", 2]
     flags += ["--attention", {"sdpa": "fused"}.get(attention, attention), "--seq-length", 12]
     _, estimated = read(*flags, "--target-length", 12)
-    expected = estimated.stays if recompute else estimated.activations
+    expected, _ = estimated.activations[kind]
     module = importlib.import_module(script)
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if script == "gpt2_fsdp":
@@ -138,9 +143,9 @@ def test_activation_estimate_equals_live_storages(script, attention, recompute, 
     model = module.MODEL.from_pretrained(odd_models[script], **options).train()
     if script != "gpt2_fsdp":
         fused_norms.fuse(model, module.MODEL, module.NORMS)
-    if recompute:
-        check = {"check_fn": lambda x: isinstance(x, module.BLOCKS)}
-        checkpoint_wrapper.apply_activation_checkpointing(model, **check)
+    if kind != "none":
+        args = policies.Sharding(activation_checkpointing=kind)
+        policies.checkpoint_blocks(model, module.BLOCKS, args)
     with Storages() as storages:
         ids = torch.arange(24).reshape(2, 12)
         inputs = {"decoder_input_ids": ids.clone()} if script == "T5_training" else {}
@@ -150,6 +155,27 @@ def test_activation_estimate_equals_live_storages(script, attention, recompute, 
         storages.sizes.pop(tensor.untyped_storage()._cdata, None)
     alive = sum(size for reference, size in storages.sizes.values() if not reference.expired())
     assert alive == expected
+
+
+@pytest.mark.parametrize("script", ["llama_fsdp", "gpt2_fsdp"])
+def test_recomputed_flops_equal_those_that_run(script, odd_models):
+    _, estimated = read("--model-name", odd_models[script], "--seq-length", 12)
+    module = importlib.import_module(script)
+    # The counter does not know the attention kernel for CPUs.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mapping = {kernel: lambda query, key, *_, **__: 4 * query.numel() * key[2]}
+    counts = {}
+    for kind in memory_estimator.RECOMPUTED:
+        model = module.MODEL.from_pretrained(odd_models[script], attn_implementation="sdpa").train()
+        if kind != "none":
+            args = policies.Sharding(activation_checkpointing=kind)
+            policies.checkpoint_blocks(model, module.BLOCKS, args)
+        with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+            model(torch.arange(12)[None], use_cache=False).logits.sum().backward()
+        counts[kind] = counter.get_total_flops()
+    differences = {kind: count - counts["none"] for kind, count in counts.items()}
+    assert differences == {kind: estimated.recomputed[kind] for kind in counts}
+    assert 0 < differences["selective"] < differences["blocks"]
 
 
 @needs_extras
@@ -203,9 +229,32 @@ def test_other_architectures_are_estimated(name, sizes, block, units, tmp_path, 
     script = memory_estimator.load_script(args, config)
     built, blocks = memory_estimator.build(script, config)
     assert block in {x.__name__ for x in blocks}
-    assert model.parameters == built.num_parameters() and model.activations > model.stays
+    kept = [model.activations[kind][0] for kind in memory_estimator.RECOMPUTED]
+    assert model.parameters == built.num_parameters() and kept[0] > kept[2] > kept[1]
 
 
 def test_unknown_model_is_refused(process_group):
     with pytest.raises(ranks.Problem, match="lama-2-7b is not a directory, and not available"):
         memory_estimator.load_config("lama-2-7b")
+
+
+def test_table_of_recomputation_matches_the_estimator():
+    args, model = read("--seq-length", 2048)
+    for kind in memory_estimator.RECOMPUTED:
+        row = memory_estimator.estimate(model, replace(args, activation_checkpointing=kind))
+        cells = f"| {row['activation_bytes'] / 1e9:.2f} | {row['compute']:.2f} |"
+        assert re.search(rf"\| `{kind}` \|.*{re.escape(cells)}", DOCUMENT), kind
+
+
+def test_saves_of_fsdp2_and_ddp_copy_one_tensor_at_a_time():
+    args, model = read("--model-name", "llama-2-7b", "--gpus-per-node", 8)
+    embedding = 4 * 32000 * 4096
+    for changes, copied in (
+        ({"fsdp": 2}, embedding / 8),
+        ({"strategy": "ddp"}, embedding),
+        ({"fsdp": 2, "cpu_offload": True}, 0),
+    ):
+        sizes = memory_estimator.memory(model, replace(args, **changes))
+        assert sizes["save_cpu_bytes_per_node"] == 8 * copied
+    sizes = memory_estimator.memory(model, args)  # FSDP1
+    assert sizes["save_cpu_bytes_per_node"] == pytest.approx(12 * model.parameters, rel=1e-3)

@@ -14,8 +14,8 @@ from ten_steps import COMPILED, SHARED_VARIANTS
 
 # GPT-2 runs all of them. The scripts share the text of the wrapping and the loop, as test_layout.py
 # checks, so the other models run only the variants that depend on a model's own forward pass.
-CORE = ("full_shard", "ddp", "accumulate", "activation_checkpointing", "fsdp2",
-        "fsdp2_accumulate_no_sync")  # fmt: skip
+CORE = ("full_shard", "ddp", "accumulate", "activation_checkpointing", "selective",
+        "fsdp2", "fsdp2_accumulate_no_sync")  # fmt: skip
 BF16 = {
     "bf16": ["--precision", "bf16"],
     "fsdp2_bf16": ["--precision", "bf16", "--fsdp", "2"],
@@ -38,7 +38,7 @@ VARIANTS = {  # by script and number of ranks
     ("gpt2", 4): FOUR,
     ("llama", 2): SHARED | {
         "padded": ["--no-packing"], "eager": ["--attention", "eager"],
-        "fsdp2_compile": ["--fsdp", "2", *COMPILED]},
+        "fsdp2_compile": ["--fsdp", "2", *COMPILED, "--activation-checkpointing", "selective"]},
     ("llama", 4): HYBRIDS,
 }  # fmt: skip
 CLASSES = {
@@ -104,11 +104,17 @@ def test_ten_steps_equal_plain_pytorch(model, ranks, variant, results, plain):
 
 @MODELS
 def test_recomputation_changes_no_loss(model, results):
-    names = "full_shard", "ddp", "fsdp2"
-    recomputed = "activation_checkpointing", "ddp_activation_checkpointing"
-    for name, other in zip(names, (*recomputed, "fsdp2_activation_checkpointing"), strict=True):
-        if other in results(model):
-            assert results(model)[name]["losses"] == results(model)[other]["losses"]
+    for name, recomputed in {
+        "full_shard": ("activation_checkpointing", "selective"),
+        "ddp": ("ddp_activation_checkpointing",),
+        "fsdp2": ("fsdp2_activation_checkpointing", "fsdp2_selective"),
+    }.items():
+        expected = results(model)[name]
+        for result in (results(model)[x] for x in recomputed if x in results(model)):
+            assert result["losses"] == expected["losses"]
+            assert result["gradient"].keys() == expected["gradient"].keys()
+            for path, gradient in expected["gradient"].items():
+                assert torch.equal(result["gradient"][path], gradient), path
 
 
 @MODELS

@@ -4,9 +4,10 @@
     python tools/memory_estimator.py --model-name DIRECTORY --json  # or a config.json
     python tools/memory_estimator.py --model-name DIRECTORY --script my_script.py
 
-The tables compare all strategies, with and without --activation-checkpointing ("recomputed") and
---cpu-offload. 1 GB is 10^9 bytes. No weights are read or allocated: the model is built on the meta
-device, split into the script's FSDP units, and one forward pass shows which tensors autograd keeps.
+The tables compare all strategies, with and without --cpu-offload and --activation-checkpointing
+(blocks: "recomputed"). 1 GB is 10^9 bytes. No weights are read or allocated: the model is built on
+the meta device, split into the script's FSDP units, and one forward pass shows which tensors
+autograd keeps.
 
 A strategy fits if the largest of three peaks (training, saving, resuming) leaves --reserve-gb: for
 the CUDA context, NCCL's buffers, workspaces of kernels, and memory that the allocator reserves but
@@ -24,7 +25,8 @@ import io
 import itertools
 import json
 import sys
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -90,11 +92,14 @@ TABLES = {  # title: the key of an estimate for each column
     },
     "GB, other peaks": {
         "save": "save_bytes", "resume": "resume_bytes", "fits": "fits",
-        "min nodes": "smallest_nodes", "CPU, node": "cpu_peak_bytes_per_node",
+        "min nodes": "smallest_nodes", "CPU, node": "cpu_peak_bytes_per_node", "compute": "compute",
     },
 }  # fmt: skip
 LEGEND = """units: unsharded parameters and gradients. peak: below the sum, as activations and
-gradients do not peak together. CPU, node: memory of all processes of a node, with offload."""
+gradients do not peak together. CPU, node: memory of all processes of a node, with offload.
+compute: FLOPs of a step, relative to those without recomputation."""
+# --activation-checkpointing, and its part of a row's name
+RECOMPUTED = {"none": "", "blocks": ", recomputed", "selective": ", selective"}
 
 
 @dataclass
@@ -121,7 +126,7 @@ class Args:
     json: Switch = False  # print JSON, in bytes
     strategy: Annotated[str, tyro.conf.Suppress] = "full_shard"
     cpu_offload: Annotated[bool, tyro.conf.Suppress] = False
-    activation_checkpointing: Annotated[bool, tyro.conf.Suppress] = False
+    activation_checkpointing: Annotated[str, tyro.conf.Suppress] = "none"
 
     @property
     def itemsize(self) -> int:
@@ -202,28 +207,32 @@ class FusedAttention(torch.autograd.Function):
     """Attention for meta tensors, which saves the tensors that a fused kernel saves: no scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return an empty output [batch, length, heads, head size] for a query [batch, heads,
-        length, head size], and save an empty fp32 log-sum-exp of the scores."""
+        length, head size], and an empty fp32 log-sum-exp of the scores."""
         batch, heads, length, size = query.shape
         output = query.new_empty(batch, length, heads, size)
         log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, log_sums, bias)
-        return output
+        return output, log_sums
 
 
 def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return FusedAttention's output and None; set `module.kernel_flops` to its forward FLOPs. T5's
-    bias is masked by padding, so every layer saves a bias [batch, heads, length, length]."""
+    """Return FusedAttention's output and None; set `module.kernel_flops` to its forward FLOPs, and
+    `module.kernel_results`. T5's bias is masked by padding, so every layer saves a bias [batch,
+    heads, length, length]."""
     if position_bias is not None:
         shape = (query.size(0), 1, 1, key.size(2))
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)
         position_bias = torch.where(padding, position_bias, 0.0)
     module.kernel_flops = 4 * query.numel() * key.size(2)
-    return FusedAttention.apply(query, key, value, position_bias), None
+    module.kernel_results = FusedAttention.apply(query, key, value, position_bias)
+    return module.kernel_results[0], None
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -274,10 +283,10 @@ class Model:
     chunked: bool  # the loss computes the logits of one chunk of tokens at a time
     logit_count: int  # elements of the logits held at a time
     logits: int  # their bytes
-    activations: int = 0  # bytes without activation checkpointing
-    stays: int = 0  # bytes of activations that stay with activation checkpointing
-    block: int = 0  # bytes added when the largest block is recomputed
-    flops: int = 0  # FLOPs of a forward pass
+    # By --activation-checkpointing: bytes that stay, and those of the largest recomputed block.
+    activations: dict[str, tuple[int, int]] = field(default_factory=dict)
+    recomputed: Counter[str] = field(default_factory=Counter)  # FLOPs, by the same
+    flops: int = 0  # of a forward pass
 
 
 def read_model(args: Args) -> Model:
@@ -389,16 +398,20 @@ def storage_bytes(*parts: Storages) -> int:
 
 
 def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Args) -> None:
-    """Write into `result` the bytes that autograd keeps after a forward pass, and its FLOPs.
+    """Write into `result` the bytes that autograd keeps after a forward pass, and FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
-    inputs stay, and one block's tensors at a time.
+    inputs stay, and one block's tensors at a time. `selective` also keeps what
+    policies.selective_contexts say. No last product of a block is recomputed, as nothing needs it.
     """
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     outside: Storages = {}  # what autograd keeps outside of the blocks
     blocks: list[Storages] = []  # and in each block
     inputs: Storages = {}  # of all blocks
     current = outside
+    kept: Storages = {}  # by `selective`, besides the inputs
+    products: list[Tensor] = []  # of the running block
+    flops: list[int] = []  # for each of them
 
     def note(storages: Storages, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -415,14 +428,27 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
         current = {}
         blocks.append(current)
 
+    def multiply(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        products.append(output)
+        flops.append(2 * inputs[0].numel() * output.size(-1))
+
     def leave(*_: Any) -> None:
         nonlocal current
         current = outside
+        for product in products[::2]:
+            note(kept, product)
+        result.recomputed["blocks"] += sum(flops[:-1])
+        result.recomputed["selective"] += sum(flops[1:-1:2])
+        products.clear()
+        flops.clear()
 
     for module in model.modules():
         if isinstance(module, classes):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
+            for layer in module.modules():
+                if isinstance(layer, nn.Linear | Conv1D):
+                    layer.register_forward_hook(multiply)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -433,11 +459,17 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
     with hooks, FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False)
     result.flops = counter.get_total_flops()
-    result.flops += sum(getattr(m, "kernel_flops", 0) for m in model.modules())
-    result.activations = storage_bytes(outside, *blocks)
-    result.stays = storage_bytes(outside, inputs)
-    largest = max(storage_bytes(outside, inputs, block) for block in blocks)
-    result.block = largest - result.stays
+    for module in model.modules():
+        if hasattr(module, "kernel_flops"):
+            result.flops += module.kernel_flops
+            result.recomputed["blocks"] += module.kernel_flops
+            for output in module.kernel_results:
+                note(kept, output)
+    stays = {"none": blocks, "blocks": [inputs], "selective": [inputs, kept]}
+    for name, parts in stays.items():
+        size = storage_bytes(outside, *parts)
+        largest = max(storage_bytes(outside, *parts, block) for block in blocks)
+        result.activations[name] = size, largest - size
 
 
 @functools.cache
@@ -526,13 +558,12 @@ def memory(model: Model, args: Args) -> dict[str, int]:
     cpu = on_cpu * updated
     moments = states.moments + cpu
     unit = 4 * max(unit.trained for unit in units)
-    save, resume, copies = state_dicts(args, states, moments, unit)
+    sizes = (weight.shape.numel() for weight in itertools.chain.from_iterable(model.units))
+    save, resume, copies = state_dicts(args, states, moments, unit, 4 * max(sizes) // shards)
     if args.cpu_offload:
         cpu = pinned_bytes(model, args, units, shards) + moments
         states = States(scales, 0, 0)
-    kept, block = model.activations, 0
-    if args.activation_checkpointing:
-        kept, block = model.stays, model.block
+    kept, block = model.activations[args.activation_checkpointing]
     unsharded, logits, total = PEAKS[args.fsdp](model, args, states, kept, block)
     peak = max(total, save, resume)
     return {
@@ -548,22 +579,25 @@ def memory(model: Model, args: Args) -> dict[str, int]:
         "peak_bytes": peak,
         "fits": peak <= (args.gpu_memory_gb - args.reserve_gb) * 1e9,
         "cpu_peak_bytes_per_node": args.gpus_per_node * (cpu + copies),
+        "save_cpu_bytes_per_node": args.gpus_per_node * copies,
     }
 
 
-def state_dicts(args: Args, states: States, moments: int, unit: int) -> tuple[int, int, int]:
+def state_dicts(
+    args: Args, states: States, moments: int, unit: int, tensor: int
+) -> tuple[int, int, int]:
     """Return a GPU's peak bytes in a save and in a resume, and the bytes of the save's CPU copies.
 
     `moments` are the bytes of all moments, also on the CPU, `unit` those of the largest FSDP unit
-    in fp32. FSDP1 starts a save with the last gradients, frees them when it gathers the first unit,
-    and holds two units, or three with offload. Its loaded moments then pass through the GPU. FSDP2
-    and DDP copy nothing.
+    in fp32, `tensor` those of the largest shard of a tensor. FSDP1 starts a save with the last
+    gradients, frees them when it gathers the first unit, and holds two units, or three with
+    offload. Its loaded moments then pass through the GPU. FSDP2 and DDP copy one tensor at a time.
     """
     if args.strategy == "ddp":
-        return sum(states), sum(states), 0
+        return sum(states), sum(states), tensor
     held = states.parameters + states.moments
     if args.fsdp == 2:
-        return (0, 0, 0) if args.cpu_offload else (held, sum(states), 0)
+        return (0, 0, 0) if args.cpu_offload else (held, sum(states), tensor)
     copies = states.parameters + moments
     if args.cpu_offload:
         return 3 * unit, unit + moments, copies
@@ -681,6 +715,8 @@ def estimate(model: Model, args: Args) -> dict[str, Any]:
     which it fits, or None."""
     names = ("strategy", "cpu_offload", "activation_checkpointing", "optimizer")
     row = {name: getattr(args, name) for name in names} | memory(model, args)
+    recomputed = model.recomputed[args.activation_checkpointing]
+    row["compute"] = round(1 + recomputed / (3 * model.flops), 2)
     # More nodes never need more memory on a GPU, so the first that fits is the smallest number.
     fits = (x for x in NODE_COUNTS if memory(model, replace(args, nodes=x))["fits"])
     return row | {"smallest_nodes": next(fits, None)}
@@ -705,7 +741,7 @@ def is_accepted(args: Args) -> bool:
 def estimates(model: Model, args: Args) -> list[dict[str, Any]]:
     """Return a row for each strategy, offload and recomputation that the scripts accept."""
     rows = []
-    for strategy, offload, recomputed in itertools.product(STRATEGIES, *[(False, True)] * 2):
+    for strategy, offload, recomputed in itertools.product(STRATEGIES, (False, True), RECOMPUTED):
         modes = {"cpu_offload": offload, "activation_checkpointing": recomputed}
         choice = replace(args, strategy=strategy, **modes)
         if is_accepted(choice):
@@ -727,7 +763,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{title:36}" + "".join(f"{heading:>10}" for heading in columns))
         for row in rows:
             name = row["strategy"] + ", offload" * row["cpu_offload"]
-            name += ", recomputed" * row["activation_checkpointing"]
+            name += RECOMPUTED[row["activation_checkpointing"]]
             line = f"  {name:34}"
             for key in columns.values():
                 value = f"{row[key] / 1e9:,.2f}" if "bytes" in key else str(row[key])

@@ -34,20 +34,23 @@ SHARED_VARIANTS = {
     "accumulate": TWO_MICRO_BATCHES,
     "accumulate_no_sync": [*TWO_MICRO_BATCHES, "--accumulate-no-sync"],
     "ddp_accumulate": ["--strategy", "ddp", *TWO_MICRO_BATCHES],
-    "activation_checkpointing": ["--activation-checkpointing"],
-    "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
+    "activation_checkpointing": ["--activation-checkpointing", "blocks"],
+    "ddp_activation_checkpointing": ["--activation-checkpointing", "blocks", "--strategy", "ddp"],
+    "selective": ["--activation-checkpointing", "selective"],
     "fsdp2": ["--fsdp", "2"],
     "fsdp2_shard_grad_op": ["--fsdp", "2", "--strategy", "shard_grad_op"],
     "fsdp2_accumulate": ["--fsdp", "2", *TWO_MICRO_BATCHES],
     "fsdp2_accumulate_no_sync": ["--fsdp", "2", *TWO_MICRO_BATCHES, "--accumulate-no-sync"],
-    "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
+    "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing", "blocks"],
+    "fsdp2_selective": ["--fsdp", "2", "--activation-checkpointing", "selective"],
 }
 PAGED = {  # for Llama
     "paged": ["--optimizer", "paged_adamw_32bit"],
     "ddp_paged": ["--optimizer", "paged_adamw_32bit", "--strategy", "ddp"],
 }
 # Micro-batches of 2 with a short last one give batches of several lengths and sizes.
-COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
+RECOMPUTED = SHARED_VARIANTS["activation_checkpointing"]
+COMPILED = ["--compile", *RECOMPUTED, *SHARED_VARIANTS["accumulate_no_sync"]]
 patched = mock.patch.multiple  # a context in which a module has other attributes
 
 
