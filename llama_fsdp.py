@@ -43,6 +43,7 @@ import optional.checksums as checksums  # optional: checksums
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
+import optional.no_training as no_training  # optional: no_training
 import optional.packed_attention as packed  # optional: packed_attention
 import optional.paged as paged  # optional: paged
 import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
@@ -55,7 +56,7 @@ from core.args import Model, Optim, Run, parse
 from core.checkpoint import State
 from core.chunked_loss import LossHead
 from core.export import add_stops, export_model
-from core.log import Log, mean_losses, open_directory, progress, write_results
+from core.log import Log, mean_losses, open_directory, progress
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
     StepSampler,
@@ -105,6 +106,7 @@ class Args:
     optimizer: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
+    only: no_training.Only = field(default_factory=no_training.Only)  # optional: no_training
     saving: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     tracking: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
@@ -125,6 +127,7 @@ def fsdp_main(args: Args) -> None:
     watchdog.watch_start()  # optional: watchdog
     device = ranks.setup(run.timeout_minutes)
     flags = vars(args.optim) | vars(args.sharding) | vars(run)
+    flags |= vars(args.only)  # optional: no_training
     del flags["output_dir"]  # nodes may have other paths to it
     ranks.compare_ranks(flags)
     lock.hold(output)  # optional: lock
@@ -133,15 +136,16 @@ def fsdp_main(args: Args) -> None:
     newest = ranks.on_rank_zero(checkpoint.find_newest, output)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     safe_checkpoint.check(newest)  # optional: safe_checkpoint
-    model, blocks, tokenizer, initial = load_model(args, newest is None or run.evaluate_only)
+    newest = no_training.choose_checkpoint(args, newest)  # optional: no_training
+    model, blocks, tokenizer, initial = load_model(args, newest is None)
     shapes = weights.whole_shapes(model)
     collate = chat_dataset.collate
-    if run.export_only or run.evaluate_only:
-        model = wrap_model(args, device, model, blocks, initial)
-        run_without_training(args, device, model, tokenizer, collate, shapes, newest)
-        ranks.finish()
-    data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
+    load = partial(chat_dataset.load, args.data, tokenizer, args.optim.seed)
+    load = no_training.choose_data(args.only, load)  # optional: no_training
+    data = ranks.local_main_process_first(load)
     model = wrap_model(args, device, model, blocks, initial)
+    parts = data, shapes, newest, scores, export, more_identity  # optional: no_training
+    no_training.run(args, device, model, tokenizer, collate, *parts)  # optional: no_training
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, collate, *data, shapes, newest)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
@@ -317,6 +321,7 @@ def train(
     if newest:
         checkpoint.load(newest, model, names, optimizers, state)
         scaler.load_state_dict(state.scaler or scaler.state_dict())
+        checkpoint.check_best(run, state, total_steps)
     start = state.step
     if start >= total_steps:
         print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
@@ -329,11 +334,11 @@ def train(
     log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
     stop = StopRequest()
     validated = args, device, model, tokenizer, collate, val_sets
-    if state.eval_due:  # at step 0, or because a stop interrupted it
+    if state.validated_step < start:  # at step 0, or because a stop interrupted it
         evaluate(*validated, state, log, stop)
 
     loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
-    norms: dict[int, Tensor] = {}  # of steps since the host last waited
+    norms: dict[int, Tensor] = {}  # by step: the host waits for them in part 6
     is_saved = True
     sampler.start = start
     sampler.stop = total_steps
@@ -399,26 +404,25 @@ def train(
             log.write("train", **values, grad_norm=grad_norm)
             loss_sum.zero_()
             state.logged_step = step
-        state.eval_due = eval_due
-        if eval_due and not is_stopping:
+        if not eval_due:
+            state.validated_step = step
+        elif not is_stopping:
             is_stopping = evaluate(*validated, state, log, stop)
         if save_due or is_stopping:
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
             state.scaler = scaler.state_dict()
             must_succeed = is_last or is_stopping or not is_saved
             tensors = snapshot(model, names, optimizers, state)
-            is_saved = save(run, tensors, state, must_succeed)
+            is_saved = save(run, tensors, state, log, must_succeed)
             del tensors  # FSDP1's are copies
-            if is_saved:
-                log.write("save")
-        is_unfinished = not is_last or state.eval_due
+        is_unfinished = not is_last or state.validated_step < step
         if is_stopping and is_unfinished:
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
     watchdog.stop()  # optional: watchdog
     export(model, tokenizer, run.output_dir / "final", run.export_dtype)
-    if state.eval_due:
+    if state.validated_step < state.step:
         raise OSError("best/ could not be written. Run the same command again to write it.")
     log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
@@ -444,22 +448,18 @@ def evaluate(
         if state.step == 0 and not math.isfinite(loss):
             raise Problem(f"The validation loss before training is {loss}. The weights of "
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
-        is_best = loss < state.best_loss
         log.write("val", **results)
         is_written = True
-        if is_best and args.run.save_best:
-            path = args.run.output_dir / "best"
-            try:
-                export(model, tokenizer, path, args.run.export_dtype, stop.check)
-            except OSError as error:
-                print0(f"best/ could not be written ({error}).")
-                is_written = False
+        if loss < state.best_loss and args.run.save_best:
+            how = export, model, tokenizer, stop.check
+            is_written = checkpoint.write_best(args.run, state, *how)
     except Stopped:
         return True
-    if is_best and is_written:
-        state.best_loss = loss
-        state.best_step = state.step
-    state.eval_due = not is_written
+    if is_written:
+        state.validated_step = state.step
+        if loss < state.best_loss:
+            state.best_loss = loss
+            state.best_step = state.step
     log.restart_clock()
     return False
 
@@ -491,38 +491,19 @@ def validation(
     return mean_losses(totals)
 
 
-def run_without_training(
+def scores(
     args: Args,
     device: torch.device,
     model: nn.Module,
     tokenizer: Tokenizer,
     collate: Callable,
-    shapes: weights.Shapes,
-    newest: Path | None,
-) -> None:
-    """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
-    output = args.run.output_dir
-    needs_checkpoint = args.run.export_only
-    needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
-    if needs_checkpoint:
-        identity = {"model": checkpoint.model_identity(model, shapes)}
-        identity = more_identity(model, tokenizer) | identity
-        names = weights.saved_names(model)
-        names -= lora.frozen_names(model)  # optional: lora
-        checkpoint.compare_runs(newest, identity)
-        checkpoint.load_weights(newest, model, names)
-    else:
-        checkpoint.check_evaluated(output, args.model.model_name)
-    if args.run.export_only:
-        export(model, tokenizer, output / "final", args.run.export_dtype)
-        return
-    options = args.data, tokenizer, args.optim.seed, True
-    _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)
+    val_sets: dict,
+) -> dict:
+    """Return the results of --evaluate-only. Call on all ranks."""
     probe = checks.chats(args.data), collate  # optional: startup_checks
     losses = summed_loss, token_loss  # optional: startup_checks
     checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
-    results = validation(args, device, model, collate, val_sets, StopRequest())
-    write_results(output / "evaluation.json", results, asdict(args))
+    return validation(args, device, model, collate, val_sets, StopRequest())
 
 
 if __name__ == "__main__":

@@ -68,10 +68,6 @@ class Run:
 
     output_dir: Path = Path("output")
     """directory of checkpoints, metrics.jsonl, best/ and final/; a run in it resumes"""
-    evaluate_only: Switch = False
-    """validate without training"""
-    export_only: Switch = False
-    """export the newest checkpoint to final/"""
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None

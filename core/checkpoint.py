@@ -1,9 +1,11 @@
 """Checkpoints: directories such as step-00000200, which training of any world size can resume.
 
 PyTorch's distributed checkpoint (DCP) writes a file per rank; `full` adds one file of the whole
-state. train_state.json is written last, by rename, with the caller's state and the size of each
-file: a directory without it, or with other sizes, is skipped. All ranks call each function together
-unless its docstring differs.
+state. train_state.json is written last, by rename, with the caller's state, the size of each file
+and a CRC of its values: a directory where one differs is skipped.
+
+All ranks together call functions that get a model, tensors or a run. Rank 0 calls `find_newest`,
+`prune` and those that they call.
 """
 
 import contextlib
@@ -52,7 +54,7 @@ class State:
     hyperparameters: list[dict[str, str]]  # one for each group of the optimizers
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks, without padding
-    eval_due: bool = True  # the first validation, or one that was interrupted
+    validated_step: int = -1  # all validations up to this step are done
     best_loss: float = math.inf
     best_step: int = 0
     logged_step: int = 0  # the last train event's in metrics.jsonl
@@ -73,9 +75,7 @@ def new_state(
     optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any] | None = None,
 ) -> State:  # fmt: skip
     """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping,
-    `more` is compared in a resume too. Raise Problem if the identity differs between ranks, or if
-    the states of the optimizers cannot be saved."""
-    check_units(model, optimizers)
+    `more` is compared in a resume too. Raise Problem if the identity differs between ranks."""
     identity = {
         "script": Path(script).stem,
         "model": model_identity(model, shapes),
@@ -87,26 +87,8 @@ def new_state(
     return State(ranks.compare_ranks((more or {}) | identity), hyperparameters(optimizers))
 
 
-def check_units(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Raise Problem if two optimizers share a unit of FSDP1, which could not save their states."""
-    unit_of: dict[Tensor, nn.Module] = {}
-    for unit in model.modules():  # outer ones first
-        if isinstance(unit, FSDP):
-            unit_of |= dict.fromkeys(unit.parameters(), unit)
-    optimizer_of: dict[nn.Module, Optimizer] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for unit in {unit_of[x] for x in group["params"] if x in unit_of}:
-                if optimizer_of.setdefault(unit, optimizer) is not optimizer:
-                    name = type(unwrapped(unit)).__name__
-                    raise Problem(
-                        f"Two optimizers share the FSDP unit {name}, so they cannot be "
-                        "saved. Pass --fsdp 2, or give each unit one optimizer."
-                    )
-
-
 def fingerprint(samples: Any) -> str:
-    """Return the length of a data set and a CRC of at most 256 of its samples. Any rank."""
+    """Return the length of a data set and a CRC of at most 256 of its samples."""
     step = len(samples) // 256 + 1
     some = [samples[i] for i in range(0, len(samples), step)]
     # str() of an array would leave out its middle.
@@ -116,7 +98,7 @@ def fingerprint(samples: Any) -> str:
 
 def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
     """Return the values in the param_groups of optimizers, except the learning rate and parameters,
-    as text. Checkpoints do not contain them. Any rank."""
+    as text. Checkpoints do not contain them."""
     groups = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -125,7 +107,7 @@ def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
 
 
 def model_identity(model: nn.Module, shapes: Shapes) -> str:
-    """Return a digest of a model's config and parameter shapes. Any rank."""
+    """Return a digest of a model's config and parameter shapes."""
     config = unwrapped(model).config
     text = json.dumps([shapes, config.to_diff_dict() | dict.fromkeys(NOT_COMPARED)], sort_keys=True,
                       default=str)  # fmt: skip
@@ -134,7 +116,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
 
 def compare_runs(path: Path | None, identity: dict) -> dict:
     """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
-    identity is not as in `identity`: a different run saved it. Any rank."""
+    identity is not as in `identity`: a different run saved it."""
     if path is None:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = read_state(path)
@@ -149,18 +131,10 @@ def compare_runs(path: Path | None, identity: dict) -> dict:
     return saved
 
 
-def check_evaluated(output: Path, model_name: str) -> None:
-    """Raise Problem if `output` has a run, whose weights are not those of the model. Any rank."""
-    parent = Path(model_name).absolute().parent  # best/ and final/ may be links
-    if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
-        raise Problem(f"--model-name {model_name} is not the run in {output}. Pass --model-name "
-                      f"{output}/final (by --export-only), or all flags of the run.")  # fmt: skip
-
-
 def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
-    """Return nested dicts of the tensors to save: the `names` of a model's tensors, the moments of
-    its optimizers, and random states. Under FSDP1 they are copies in host memory, else the tensors
-    that are trained. Raise Problem if an optimizer has values that would not be saved."""
+    """Return nested dicts of the tensors to save: those of a model in `names`, its optimizers'
+    moments, and random states; under FSDP1 copies in host memory. Raise Problem if an optimizer has
+    values that would not be saved."""
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
     are_tensors = all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments))
@@ -196,22 +170,19 @@ class Planner(dcp.DefaultSavePlanner):
 
 
 def save(
-    run: Run, tensors: dict, state: State, must_succeed: bool = True,
+    run: Run, tensors: dict, state: State, log: Any, must_succeed: bool = True,
     file_sums: Callable = lambda _: {},
     group: dist.ProcessGroup | None = None,
 ) -> bool:  # fmt: skip
-    """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, and write the
-    status. `file_sums` returns the checksums of this rank's files, by name. A thread needs its own
-    `group`. If the save fails, raise OSError on all ranks or, unless it `must_succeed`, print
-    the reason and return False."""
+    """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, write the
+    status, and a save event to `log`. `file_sums` returns checksums of this rank's files by name. A
+    thread needs its own `group`. If the save fails, raise OSError on all ranks or, unless it
+    `must_succeed`, print the reason and return False."""
     path = run.output_dir / "checkpoints" / f"step-{state.step:08d}"
-    torch.serialization.set_crc32_options(False)  # a tenth of a save's time
-    planner = Planner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
-    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # see Planner
     group = group or ranks.cpu_group
     try:
         on_rank_zero(_clear, path, group=group)
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        _write_shards(path, tensors, group)
         if run.checkpoint_type == "full":
             on_rank_zero(_write_full, path, group=group)
         sums = on_every_rank(file_sums, path, group=group)
@@ -225,14 +196,22 @@ def save(
             raise OSError(problem) from None
         print0(f"{problem} The next save tries again.")
         return False
+    log.write("save", step=state.step)
     return True
 
 
 def _clear(path: Path) -> None:
-    """Delete what a save that was interrupted has left. Rank 0 only."""
+    """Delete what a save that was interrupted has left."""
     shutil.rmtree(path, ignore_errors=True)
     if path.is_file():
         path.unlink()
+
+
+def _write_shards(path: Path, tensors: dict, group: dist.ProcessGroup | None) -> None:
+    torch.serialization.set_crc32_options(False)  # a tenth of a save's time
+    planner = Planner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
+    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # see Planner
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
 
 def _write_full(path: Path) -> None:
@@ -243,7 +222,7 @@ def _write_full(path: Path) -> None:
 
 
 def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
-    """Complete a checkpoint, delete old ones and write the status. Rank 0 only."""
+    """Complete a checkpoint, delete old ones and write the status."""
     values = dict(vars(state))
     values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
     values["processes"] = len(sums)
@@ -265,13 +244,13 @@ def crc_of(values: dict) -> int:
 
 
 def read_state(path: Path) -> dict:
-    """Return the values in a checkpoint's train_state.json. Any rank."""
+    """Return the values in a checkpoint's train_state.json."""
     return json.loads((path / STATE).read_text())
 
 
 def write_status(directory: Path, word: str) -> None:
-    """Write to the file status of a run: running (also after an error), stopped or finished; and on
-    the second line the step of the newest checkpoint. Any rank; rank 0 writes."""
+    """Write the status of a run: running (also after an error), stopped or finished; and the step
+    of the newest checkpoint."""
     if dist.get_rank() == 0:
         saved = sorted(directory.glob(f"checkpoints/{NAMES}/{STATE}"))
         step = int(saved[-1].parent.name[5:]) if saved else 0
@@ -280,7 +259,7 @@ def write_status(directory: Path, word: str) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a checkpoint has all its files and values. Rank 0 only."""
+    """Return whether a checkpoint has all its files and values."""
     try:
         values = read_state(path)
         is_intact = values.pop("crc") == crc_of(values)
@@ -292,13 +271,13 @@ def is_complete(path: Path) -> bool:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in `directory`, oldest first. Rank 0 only."""
+    """Return the complete checkpoints in `directory`, oldest first."""
     return [path for path in sorted(directory.glob(NAMES)) if is_complete(path)]
 
 
 def find_newest(output: Path) -> Path | None:
-    """Return the newest complete checkpoint of the run in `output`, or None if none was completed.
-    Rank 0 only. Raise Problem if there was one, also by `status`: the run must not start over."""
+    """Return the newest complete checkpoint of the run in `output`, or None if it has saved none.
+    Raise Problem if all are damaged: the run must not start over."""
     directory = output / "checkpoints"
     complete = complete_checkpoints(directory)
     for path in {*directory.glob(NAMES)}.difference(complete):
@@ -312,8 +291,8 @@ def find_newest(output: Path) -> Path | None:
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:
-    """Delete all but the newest `keep` complete checkpoints up to `newest`. Rank 0 only. Later ones
-    are damaged: otherwise the run would have resumed from them."""
+    """Delete all but the newest `keep` complete checkpoints up to `newest`. Later ones are damaged,
+    or the run would have resumed from them."""
     kept = [path for path in complete_checkpoints(directory) if path <= newest][-keep:]
     for path in {*directory.glob(NAMES)}.difference(kept):
         shutil.rmtree(path, ignore_errors=True)
@@ -322,8 +301,8 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
 def load(
     path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
 ) -> None:
-    """Load a snapshot, and into `state` the values that were saved with it, except those of this
-    start. Raise Problem if the identity was another: it is a different run."""
+    """Load a snapshot and, except NOT_LOADED, the values of its `state`. Raise Problem if it is of
+    a different run."""
     saved = compare_runs(path, state.identity)
     for name, value in state.flags.items():
         was = saved["flags"].get(name)
@@ -338,6 +317,32 @@ def load(
             setattr(state, name, value)
 
 
+def write_best(
+    run: Run, state: State, export: Callable, model: nn.Module, tokenizer: Any,
+    check_stop: Callable,
+) -> bool:  # fmt: skip
+    """Write best/ with `export`, and its step. If that fails, print the reason and return False."""
+    path = run.output_dir / "best"
+    try:
+        export(model, tokenizer, path, run.export_dtype, check_stop)
+        on_rank_zero((path / "step").write_text, str(state.step))
+    except OSError as error:
+        print0(f"best/ could not be written ({error}).")
+        return False
+    return True
+
+
+def check_best(run: Run, state: State, total_steps: int) -> None:
+    """Forget the lowest loss if best/ is not of its step, as after a return to an earlier
+    checkpoint: the next validation replaces best/. Without a step left, repeat the last one."""
+    file = run.output_dir / "best/step"
+    is_known = on_rank_zero(lambda: file.is_file() and file.read_text() == str(state.best_step))
+    if run.save_best and not is_known:
+        state.best_loss = math.inf
+        if state.step >= total_steps:
+            state.validated_step = -1
+
+
 def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
     """Load the tensors `names` of a model from a checkpoint of any world size and strategy."""
     weights = model_weights(model, names)
@@ -349,23 +354,33 @@ def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
 
 def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the states of a model's optimizers, but not their settings."""
-    options = _options(model)
     # DCP creates moments to load into by a step of the optimizer, but not if there are gradients,
     # which a forward pass leaves on offloaded parameters.
     model.zero_grad()
+    options = _options(model)
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=options)
-    for optimizer in optimizers:
-        if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
-            # That step created moments, and under FSDP1 `moments` holds copies. Free all but one
-            # parameter's: if none were left, set_optimizer_state_dict would create them again.
-            for parameter in list(optimizer.state)[1:]:
-                del optimizer.state[parameter]
+    if isinstance(model, FSDP):
+        _free_moments(optimizers)
     # Only parameters that have had a gradient have moments in the checkpoint.
-    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    saved = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
+    saved = {name.rpartition(".")[0] for name in saved_names(path, "optimizer.state.")}
     moments["state"] = {name: x for name, x in moments["state"].items() if name in saved}
     read(path, {"optimizer": {"state": moments["state"]}})
     dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=options)
+
+
+def _free_moments(optimizers: list[Optimizer]) -> None:
+    """Free what DCP's step has created, of which FSDP1 has given copies. Keep one parameter's: if
+    none were left, set_optimizer_state_dict would create all again."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for parameter in list(optimizer.state)[1:]:
+                del optimizer.state[parameter]
+
+
+def saved_names(path: Path, prefix: str) -> set[str]:
+    """Return what follows `prefix` in the names of a checkpoint's tensors that begin with it."""
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def load_random_states(path: Path, saved: dict) -> None:

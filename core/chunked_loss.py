@@ -57,12 +57,14 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Return the summed loss; keep its gradients for hidden states, weight and bias."""
-        dtype = F.linear(hidden[:0], weight).dtype  # also with autocast
+        no_logits = F.linear(hidden[:0], weight)
+        dtype = no_logits.dtype  # autocast may have chosen it
         if dtype == torch.float16:  # no loss scale keeps these gradients in its range yet
             dtype = torch.float32
         weights = [x.detach().to(dtype) for x in (weight, bias) if x is not None]
+        _, _, _, trains_weight, trains_bias = ctx.needs_input_grad
         trained = []
-        if any(ctx.needs_input_grad[3:]):  # those of weight and bias
+        if trains_weight or trains_bias:
             trained = [tensor.requires_grad_() for tensor in weights]
         # Sum the chunks' gradients in fp32, so that they are rounded once.
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in trained]
@@ -86,6 +88,6 @@ class _ChunkedLoss(torch.autograd.Function):
         """Return the kept gradients times `factor`; autograd casts them to their inputs' dtypes."""
         # With a dimension, or a scalar would be rounded to bf16 before it multiplies.
         gradients = [gradient.mul_(factor[None]) for gradient in ctx.saved_tensors]
-        # Those of hidden states, weight and bias: None for what is frozen or missing.
-        hidden, weight, bias = [*gradients, None, None][:3]
+        missing = [None] * (3 - len(gradients))  # of a head that is frozen or has no bias
+        hidden, weight, bias = gradients + missing
         return None, None, hidden, weight, bias

@@ -24,7 +24,7 @@ import policies
 from core import ranks
 from core.args import Interval, Size
 from core.log import progress
-from core.ranks import Batch
+from core.ranks import Batch, print0
 from core.steps import ordered_loader
 from core.weights import unwrapped
 
@@ -74,12 +74,11 @@ def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Ca
 @torch.no_grad()
 def summarize(
     args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Callable,
-    val_sets: dict,
+    val_sets: dict, default: int = 32,
 ) -> Triples:  # fmt: skip
-    """Return source, reference and generated text of --rouge-samples samples of the first set, on
-    all ranks, each of which generates its share. `args` are those of the script."""
+    """Return source, reference and generated text of --rouge-samples samples (else `default`) of
+    the first set, on all ranks, each of which generates its share."""
     samples = next(iter(val_sets.values()))
-    default = len(samples) if args.run.evaluate_only else 32
     limit = default if args.summaries.rouge_samples is None else args.summaries.rouge_samples
     some = Subset(samples, range(min(limit, len(samples))))
     loader = ordered_loader(some, args.optim.batch_size, collate, device)
@@ -93,6 +92,23 @@ def summarize(
             share += [triple for *triple, ids in zip(*texts, labels, strict=True) if len(ids)]
     shares = ranks.on_every_rank(lambda: share)  # take one from each rank; rank 0 has the most
     return [x[i] for i in range(len(shares[0])) for x in shares if i < len(x)]
+
+
+def sample(args: Any, *parts: Any) -> dict[str, float]:
+    """Return the scores of 32 samples or --rouge-samples, and print three. The arguments are those
+    of `summarize`."""
+    triples = summarize(args, *parts)
+    print0(format_triples(triples[:3]))
+    return score(triples)
+
+
+def evaluate(args: Any, *parts: Any) -> dict[str, float]:
+    """Return the scores of all samples or --rouge-samples, and write predictions.jsonl. The
+    arguments are those of `summarize`."""
+    *_, val_sets = parts
+    triples = summarize(args, *parts, default=len(next(iter(val_sets.values()))))
+    ranks.on_rank_zero(write, args.run.output_dir / "predictions.jsonl", triples)
+    return score(triples)
 
 
 def format_triples(triples: Triples) -> str:

@@ -2,11 +2,20 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import check_equal_runs, check_equal_weights, launch, losses, metrics, status
+from conftest import (
+    check_equal_runs,
+    check_equal_weights,
+    launch,
+    losses,
+    metrics,
+    status,
+    weights,
+)
 from in_process import start
 
 import gpt2_fsdp
@@ -96,3 +105,29 @@ def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
         assert start(gpt2_fsdp, *flags) == 0 and status(output) == "finished"
         check_equal_weights(output / "best", output / "final")
     assert [line["step"] for line in metrics(output, "val")] == [0, 3]
+
+
+def test_best_of_abandoned_steps_is_replaced(flags, tmp_path):
+    """After a return to an earlier checkpoint, with a rate at which the losses rise."""
+    output = tmp_path / "run"
+    flags = [*flags, "--batch-size", 4, "--keep-checkpoints", 9, "--output-dir"]
+    assert start(gpt2_fsdp, *flags, output) == 0
+    finished = Path(shutil.copytree(output, tmp_path / "finished"))
+    assert step_of_best(output) == 6 == int((output / "best/step").read_text())
+    for path in (output, finished):
+        shutil.rmtree(path / "checkpoints/step-00000006")
+    abandoned = weights(output / "best")
+
+    # The next validation is worse than those before, but best/ does not have these any more.
+    assert start(gpt2_fsdp, *flags, output, "--lr", "5") == 0
+    check_equal_weights(output / "best", output / "final")
+    (done,) = metrics(output, "done")
+    assert done["best_step"] == 6 and done["best_loss"] == losses(output, "val")[6]
+    assert losses(output, "val")[6] > losses(output, "val")[4]
+    assert any(not x.equal(abandoned[name]) for name, x in weights(output / "best").items())
+
+    # If no step is left, the last validation is repeated.
+    assert start(gpt2_fsdp, *flags, finished, "--max-steps", "4") == 0
+    check_equal_weights(finished / "best", finished / "final")
+    assert sorted(losses(finished, "val")) == [0, 2, 4]
+    assert metrics(finished, "done")[0]["best_step"] == 4

@@ -51,7 +51,7 @@ def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path, mo
     mean, seven = torch.zeros(2), torch.full((2,), 7.0)
     tensors = checkpoint.snapshot(model, saved_names(model), [optimizer], state)
     tensors |= checkpoint.extra_state("mine", {"mean": seven})
-    assert checkpoint.save(Run(tmp_path, checkpoint_type="full"), tensors, state)
+    assert checkpoint.save(Run(tmp_path, checkpoint_type="full"), tensors, state, LOG)
     path = tmp_path / "checkpoints/step-00000002"
     assert torch.equal(torch.load(path / "full.pt")["model"]["weight"], model.weight)
     checkpoint.read(path, checkpoint.extra_state("mine", {"mean": mean}))
@@ -95,6 +95,7 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
     assert all(tensor.equal(before[key]) for key, tensor in weights(output / "final").items())
 
 
+LOG = mock.Mock()  # events of saves go nowhere
 FILES = ["__0_0.distcp", "__1_0.distcp", ".metadata"]
 DAMAGE = {  # the new content of a file, by its own and that of another step
     "flipped bit": lambda own, _: own[:-9] + bytes([own[-9] ^ 1]) + own[-8:],
@@ -183,14 +184,14 @@ def test_other_files_with_names_of_checkpoints_are_skipped(kind, saved, capsys):
     assert f"{path} is damaged" in capsys.readouterr().out
     if kind == "file":
         state = checkpoint.State({}, [], step=6)
-        assert checkpoint.save(Run(saved.parent), {"x": torch.zeros(1)}, state)
+        assert checkpoint.save(Run(saved.parent), {"x": torch.zeros(1)}, state, LOG)
         assert checkpoint.find_newest(saved.parent) == path
 
 
 def test_failed_save_without_a_reason_is_reported(process_group, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.dcp, "save", mock.Mock(side_effect=OSError()))
     with pytest.raises(OSError, match=r"could not be saved \(OSError\(\)\). Is the disk full"):
-        checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, [], step=6))
+        checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, [], step=6), LOG)
 
 
 def test_large_files_have_a_sum_for_each_block(tmp_path, monkeypatch):
@@ -235,5 +236,5 @@ def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_p
     (tmp_path / "status").write_bytes(bytes(9))
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\0\0\n" + line.encode())
     log.open_directory(tmp_path)
-    log.Log(tmp_path, checkpoint.State({}, [], step=2, eval_due=False), 9)
+    log.Log(tmp_path, checkpoint.State({}, [], step=2), 9)
     assert metrics(tmp_path, "train") == [json.loads(line)]

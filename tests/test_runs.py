@@ -25,6 +25,7 @@ from conftest import (
     status,
     wait_for_step,
     wait_until,
+    weights,
 )
 from in_process import start
 from safetensors.torch import load_file, save_file
@@ -298,6 +299,19 @@ def test_evaluation_rejects_models_that_the_run_has_not_trained(
     with mock.patch.object(gpt2_fsdp.checks, "check_model") as check:
         assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
     check.assert_called_once()
+
+
+def test_evaluation_and_export_of_the_newest_checkpoint_go_together(finished, flags, tmp_path):
+    before = weights(finished / "final")
+    shutil.rmtree(finished / "final")
+    assert run([*flags, "--evaluate-only", "--export-only"], finished) == 0
+    check_equal_weights(finished / "final", finished / "best")
+    assert before.keys() == weights(finished / "final").keys()
+    evaluation = json.loads((finished / "evaluation.json").read_text())
+    assert evaluation["loss"] == losses(finished, "val")[4]
+    output = tmp_path / "nothing"
+    assert run([*flags, "--evaluate-only", "--export-only"], output) == 1
+    assert not (output / "final").exists()
 
 
 def test_weights_that_are_not_finite_end_the_run_before_training(
