@@ -57,8 +57,9 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Return the summed loss; keep its gradients for hidden states, weight and bias."""
+        # Autocast may choose another dtype for logits.
         no_logits = F.linear(hidden[:0], weight)
-        dtype = no_logits.dtype  # autocast may have chosen it
+        dtype = no_logits.dtype
         if dtype == torch.float16:  # no loss scale keeps these gradients in its range yet
             dtype = torch.float32
         weights = [x.detach().to(dtype) for x in (weight, bias) if x is not None]
