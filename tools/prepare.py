@@ -8,6 +8,7 @@ data, bit for bit. prepared.json, beside the tokens, says what they were made wi
 another tokenizer, another template or smaller lengths is refused.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -21,7 +22,6 @@ from transformers import ByT5Tokenizer
 
 import prepared_dataset
 from core import ranks, weights
-from tools.memory_estimator import load_file
 
 
 def prepare(args: Any) -> Path:
@@ -65,7 +65,11 @@ def largest_token(samples: datasets.Dataset) -> int:
 
 def main(words: list[str]) -> None:
     """Prepare the data of a script and its flags."""
-    script = load_file(Path(words[0] if words else "SCRIPT"))
+    path = Path(words[0] if words else "SCRIPT")
+    if not path.is_file():
+        raise ranks.Problem(f"{path} does not exist. Pass a training script, then its flags.")
+    sys.path.insert(0, str(path.resolve().parent))  # its data module may be there, too
+    script = importlib.import_module(path.stem)
     sys.argv = words
     args = script.parse_args()
     ranks.setup(args.run.timeout_minutes)
