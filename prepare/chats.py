@@ -233,11 +233,11 @@ def read_chat(row: dict, form: Form) -> Chat:
         check_turn(turns[i])
         lost += [key for key in keys if key not in lost]
     if not any(is_target(turn) for turn in turns):
-        columns = tables.unread(row, (*form.columns, *form.more), [])
+        columns = tables.unread(row, (*form.columns, *form.more), "")
         ways = [tables.with_flags(FLAGS, (first, column)) for column in columns]
         advice = f". For answers of a column, pass {' or '.join(ways)}" if ways else ""
         raise ValueError(f"the chat has no assistant turn to train on{advice}")
-    form.check(row, [turn["content"] for turn in turns], lost)
+    form.check(row, "\n\n".join(turn["content"] for turn in turns), lost)
     if is_target(turns[0]):
         raise ValueError('the chat starts with an answer. Write "train": false in that turn')
     tools = as_objects(row, "tools") if row.get("tools") else None
@@ -274,17 +274,18 @@ def is_target(turn: dict) -> bool:
 
 
 def read_keys(turn: dict, ignored: tuple[str, ...]) -> tuple[dict, list[str]]:
-    """Return a turn with those of its keys that are read, and the names of others that may matter:
-    also that of a second thought."""
-    content = turn.get("content")
-    kept = {*turn} - {*ignored} | {"role", "content"}
-    turn = {key: turn[key] for key in turn if key in kept}
-    thoughts = [key for key in THOUGHTS if turn.get(key)]
+    """Return a turn with those of its keys that are read, without empty ones, and the names of
+    others that may matter: also that of a second thought."""
+    result = {"role": turn.get("role"), "content": turn.get("content")}
+    for key, value in turn.items():
+        if key not in ignored and value not in (None, "", [], {}):
+            result[key] = value
+    thoughts = [key for key in THOUGHTS if key in result]
+    lost = [key for key in thoughts if result[key] != result[thoughts[0]]]
+    lost += tables.unread(result, (*TURN_KEYS, *THOUGHTS), str(turn.get("content")))
     if thoughts[:1] == ["reasoning"]:
-        turn["reasoning_content"] = turn["reasoning"]
-    lost = [key for key in thoughts if turn[key] != turn[thoughts[0]]]
-    lost += tables.unread(turn, (*TURN_KEYS, *THOUGHTS), [str(content)])
-    return {key: turn[key] for key in TURN_KEYS if key in turn}, lost
+        result["reasoning_content"] = result["reasoning"]
+    return {key: result[key] for key in result if key in TURN_KEYS}, lost
 
 
 def check_turn(turn: dict) -> None:

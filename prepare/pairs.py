@@ -176,7 +176,7 @@ def clean_pair(row: dict, form: Form) -> list:
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
     text, summary = (row[column] for column in form.columns)
-    form.check(row, [text, summary], keys=[])
+    form.check(row, f"{text}\n\n{summary}", keys=[])
     return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 
