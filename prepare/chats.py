@@ -82,7 +82,6 @@ CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
 {{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 TEMPLATES = {"llama-2": LLAMA_2, "chatml": CHATML}
-Turns = list  # of objects
 Chat = tuple  # turns, and tools or None
 Spans = list  # answers in a text: turn, start and end character of each
 Ids = list[int]
