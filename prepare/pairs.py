@@ -35,7 +35,7 @@ USUAL_NAMES = """text headline, input_ids, article highlights, article summary, 
 document summary, dialogue summary, text summary, text target, source target, input output,
 prompt response, prompt completion, question answer"""
 USUAL_COLUMNS = [tuple(names.split()) for names in USUAL_NAMES.split(",")]
-OTHER_COLUMNS = ("title", "overview", "sectionLabel")  # beside the pairs of WikiHow and XL-Sum
+OTHER_COLUMNS = ("title", "topic", "overview", "sectionLabel")  # beside published pairs
 SPACES = "a\n\tb  c"  # text that some tokenizers change
 
 
