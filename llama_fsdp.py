@@ -309,7 +309,7 @@ def train(
     sets = train_set, *val_sets.values()
     more = more_identity(model, tokenizer)
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
-    state.flags = vars(args.model) | vars(args.optim)
+    state.flags = vars(args.model) | vars(args.data) | vars(args.optim)
     state.flags |= vars(args.adapters)  # optional: lora
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora

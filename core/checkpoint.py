@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import ranks
-from .args import Run
+from .args import Optim, Run
 from .ranks import Problem, on_every_rank, on_rank_zero, print0
 from .steps import StepSampler
 from .weights import Shapes, unwrapped
@@ -76,15 +76,16 @@ def new_state(
 ) -> State:  # fmt: skip
     """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping,
     `more` is compared in a resume too. Raise Problem if the identity differs between ranks."""
-    identity = {
+    identity = {  # a message names the first difference
         "script": Path(script).stem,
+        **(more or {}),
         "model": model_identity(model, shapes),
+        "--seed": sampler.seed,
         "data": [fingerprint(samples) for samples in sets],
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "global batch": sampler.global_batch,
-        "--seed": sampler.seed,
     }
-    return State(ranks.compare_ranks((more or {}) | identity), hyperparameters(optimizers))
+    return State(ranks.compare_ranks(identity), hyperparameters(optimizers))
 
 
 def fingerprint(samples: Any) -> str:
@@ -114,17 +115,32 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
     return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
 
 
-def compare_runs(path: Path | None, identity: dict) -> dict:
+def changed_flags(flags: dict, saved: dict) -> list[str]:
+    """Return a text for each of `flags` that the state `saved` has another value of."""
+    texts = []
+    for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
+        was = saved["flags"].get(name)
+        if value != was:
+            texts.append(f"--{name.replace('_', '-')} is {value}, was {was}.")
+    return texts
+
+
+def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -> dict:
     """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
-    identity is not as in `identity`: a different run saved it."""
+    identity is not as in `identity`: a different run saved it. If it is the data, name those of
+    `flags` that changed."""
     if path is None:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = read_state(path)
     was = saved["identity"]
     for name, value in identity.items():
         if value != was.get(name):
+            difference = f"{name} is {value}, was {was.get(name)}."
+            if name == "data":
+                others = {key: x for key, x in (flags or {}).items() if not hasattr(Optim, key)}
+                difference = " ".join(changed_flags(others, saved)) or "its rows changed."
             raise Problem(
-                f"{path} was saved by a different run: {name} is {value}, was {was.get(name)}. "
+                f"{path} was saved by a different run: {difference} "
                 f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
                 "or another --output-dir."
             )
@@ -303,12 +319,8 @@ def load(
 ) -> None:
     """Load a snapshot and, except NOT_LOADED, the values of its `state`. Raise Problem if it is of
     a different run."""
-    saved = compare_runs(path, state.identity)
-    for name, value in state.flags.items():
-        was = saved["flags"].get(name)
-        if json.dumps(value) != json.dumps(was):  # JSON has no tuples
-            print0(f"--{name.replace('_', '-')} is {value}, was {was}.")
-    print0(f"Resuming from {path}")
+    saved = compare_runs(path, state.identity, state.flags)
+    print0("\n".join([*changed_flags(state.flags, saved), f"Resuming from {path}"]))
     load_weights(path, model, names)  # first, so that a state dict of both is never in memory
     load_moments(path, model, optimizers)
     load_random_states(path, saved)  # last, because the above draws numbers

@@ -78,6 +78,12 @@ def add(
         for path, module in layers.items():
             if path.rpartition(".")[2] not in in_fp32:
                 model.set_submodule(path, Linear4bit(module, dtype))
+    widths = [min(x.weight.shape) for n, x in layers.items() if n.rpartition(".")[2] in targets]
+    width = max(widths)
+    if options.lora_rank > width:
+        raise Problem(f"--lora-rank {options.lora_rank} is above {width}, the width of the layers.")
+    if name == "tiny":
+        ranks.print0("The base, tiny, is not saved: the adapters in final/ can be loaded nowhere.")
     base = Path(name)
     config = peft.LoraConfig(
         r=options.lora_rank, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,

@@ -11,6 +11,7 @@ from conftest import check_equal_weights, launch, metrics
 from plain import mean_loss, save
 
 import policies
+from core.ranks import Problem
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
@@ -157,3 +158,11 @@ def test_units_are_the_classes_that_transformers_does_not_split(name, capfd):
     expected = {f"{family}EncoderLayer", f"{family}DecoderLayer"}
     assert {unit.__name__ for unit in units} == (set(model._no_split_modules) or expected)
     assert capfd.readouterr().out.startswith(f"{kind}, units: ")
+
+
+def test_blocks_without_a_comma_are_refused():
+    kind = transformers.GPT2LMHeadModel
+    model = kind(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
+    block = type(model.transformer.h[0])
+    with pytest.raises(Problem, match=r"BLOCKS is a class, not a tuple. Write \(GPT2Block,\)"):
+        policies.layer_classes(model, kind, block)

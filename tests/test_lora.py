@@ -332,6 +332,7 @@ def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
     (["--lora-rank", "0", "--load-in-4bit"], "--load-in-4bit need --lora-rank"),
     (["--lora-rank", "0", "--lora-targets", "q_proj"], "--load-in-4bit need --lora-rank"),
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1 is none of"),
+    (["--lora-rank", "33"], "--lora-rank 33 is above 32, the width of the layers."),
     (["--load-in-4bit"], "is wrong for width 32 on a CPU"),
 ])  # fmt: skip
 def test_bad_flags_are_refused(flags, message, llama_directory, chats, tmp_path, capfd):
