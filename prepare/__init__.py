@@ -10,5 +10,5 @@ pairs            summarization pairs to tokens, for T5
 texts            texts to blocks, for GPT-2
 chats            chats to documents with exact targets, for Llama
 chat_formats     chats of other formats than messages and prompt/completion
-template_checks  what a chat template drops is refused
+template_checks  texts, starts and ends of turns, as a chat template renders them
 """

@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -34,8 +34,6 @@ FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '2
 | replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
 | replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
 | replace('%M', '00') | replace('%S', '00') -}}{%- endmacro +%}"""
-# The end of a prompt that opens reasoning.
-OPEN_THOUGHT = re.compile(r"(?i)([<\[])([\w:]*(think|thought|reason)\w*[>\]])\s*\Z")
 WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
@@ -114,10 +112,12 @@ def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
 
 @dataclass
 class Rendered:
-    """A document of a chat as text, with its answers that are targets."""
+    """A document of a chat as text, with its answers that are targets. `is_ended`: whether a marker
+    ends the last one."""
 
     text: str
     answers: Spans
+    is_ended: bool
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
@@ -320,6 +320,13 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
             template = template.replace("<|im_end|>", eos)
         tokenizer.chat_template = template
         print0(f"The chat template is {choice}. Exports contain it.")
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": WORD}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        place = choice or "the tokenizer's chat template"
+        raise Problem(f"{place}, line {error.lineno}: {error.message}.") from None
+    except Exception:  # a template may reject a question without an answer
+        return
 
 
 def encode(chat: Chat, tokenizer: Tokenizer) -> list:
@@ -327,8 +334,8 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> list:
     the assistant's turns, from after the header through the end marker. EOS is appended to an
     answer that ends a document."""
     rendered = render(chat, tokenizer)
-    render_turns = partial(text_of, tokenizer=tokenizer)  # optional: template_checks
-    checks.check_chat(chat, rendered, render_turns)  # optional: template_checks
+    functions = (render, text_of, answer_ends)  # optional: template_checks
+    checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
     documents = []
     for document in rendered:
         documents += tokenize(document.text, document.answers, tokenizer)
@@ -344,31 +351,30 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> list:
 def render(chat: Chat, tokenizer: Tokenizer) -> list:
     """Return a chat's documents as texts, with the answers in each. Each answer is a target in one
     text, rendered without the turns after it: some templates drop reasoning before the last
-    question. Raise ValueError if a template is not fit for training."""
+    question. Raise Problem if an answer does not start with its generation prompt."""
     turns, _ = chat
     documents = []
-    is_ended = False
     for i, turn in enumerate(turns):
         if not is_target(turn):
             continue
         prompt = text_of(chat, i, tokenizer, is_prompt=True)
         text = text_of(chat, i + 1, tokenizer)
-        opened = OPEN_THOUGHT.search(prompt[-40:])
-        end = opened.expand(r"\1/\2") if opened else ""
-        if not text.startswith(prompt) or end not in text[len(prompt) :]:
+        if not text.startswith(prompt):
             raise Problem(
                 f"turn {i + 1}: the chat template does not start the answer with its generation "
-                "prompt, or does not end the <think> in it. Pass --chat-template chatml, or add "
-                "reasoning_content to the answers if the template renders it"
+                "prompt. Pass --chat-template chatml, or add reasoning_content to the answers if "
+                "the template renders it"
             )
         spans = []
-        if is_ended and text.startswith(documents[-1].text):
+        if documents and documents[-1].is_ended and text.startswith(documents[-1].text):
             spans = documents.pop().answers
-        documents.append(Rendered(text, [*spans, (i, len(prompt), len(text))]))
-        is_ended = has_end(text, chat, i, tokenizer)
-    whole = text_of(chat, len(turns), tokenizer)
-    if is_ended and whole.startswith(text):
-        documents[-1].text = whole
+        spans = [*spans, (i, len(prompt), len(text))]
+        documents.append(Rendered(text, spans, has_end(text, chat, i, tokenizer)))
+    last = documents[-1]
+    if last.is_ended and not is_target(turns[-1]):
+        whole = text_of(chat, len(turns), tokenizer)
+        if whole.startswith(last.text):
+            last.text = whole
     return documents
 
 
@@ -378,7 +384,9 @@ def has_end(text: str, chat: Chat, i: int, tokenizer: Tokenizer) -> bool:
     turns, tools = chat
     turn = turns[i]
     if not turn.get("tool_calls"):
-        return not text.endswith(turn["content"].rstrip())
+        # Templates write a thought at the start of a content in another way.
+        _, _, end = turn["content"].rpartition(">")
+        return not text.endswith(end.strip() or turn["content"].rstrip())
     turn = turn | {"tool_calls": turn["tool_calls"] * 2}
     with contextlib.suppress(ValueError):  # some templates take a single call
         more = text_of(([*turns[:i], turn], tools), i + 1, tokenizer)

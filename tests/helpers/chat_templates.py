@@ -79,13 +79,13 @@ MERGES = {
     "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
     "plain": "{% for m in messages %}{{ '[INST] ' if m.role != 'assistant' }}{{ m.content }}"
     "{{ ' </s> ' if m.role == 'assistant' else ' [/INST] ' }}{% endfor %}",
-    "prompter": PROMPTER,
+    "prompter": PROMPTER.replace("<|endoftext|>", "</s>"),
 }
 KNOWN = {  # template, BOS, EOS and other special tokens
     "mistral": (MISTRAL, "<s>", "</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]"]),
     "qwen 2.5": (QWEN_2_5, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
-    "prompter": (PROMPTER, "<s>", "</s>", []),
+    "prompter": (PROMPTER, "<s>", "<|endoftext|>", []),
     "our llama 2": (TEMPLATES["llama-2"], "<s>", "</s>", []),
     "our chatml": (TEMPLATES["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
 }
