@@ -40,6 +40,7 @@ from transformers.models.llama import modeling_llama
 import chat_dataset
 import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
+import optional.flag_advice as flag_advice  # optional: flag_advice
 import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
@@ -116,6 +117,7 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
+    flag_advice.check(TINY)  # optional: flag_advice
     return parse(Args, __doc__, TINY)
 
 

@@ -3,11 +3,7 @@ arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
 import io
-import os
-import re
-import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
@@ -17,10 +13,17 @@ from .ranks import Problem, environment_size, finish
 
 
 class Range(NamedTuple):
-    """The values that a number may have, from `low` to below `high`: first in its annotation."""
+    """The values that a number may have, from `low` to below `high`, in its annotation."""
 
     low: float
     high: float = 2**31
+
+    def problems(self, name: str, value: float) -> list[str]:
+        """Return a message if the value of the field `name` is out of range."""
+        if self.low <= value < self.high:
+            return []
+        limits = f"at least {self.low}, below {self.high:,}"
+        return [f"--{name.replace('_', '-')} is {value}, but must be {limits}."]
 
 
 Count = Annotated[int, Range(1)]
@@ -32,26 +35,6 @@ Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # off by default
 # The default of a list in its help: tyro would write "(default: )" if it is empty.
 ListDefault = tyro.conf.arg(help_behavior_hint=lambda names: names and f"(default: {names})")
 Names = Annotated[tuple[str, ...], ListDefault]
-
-OTHER_NAMES = {  # flags of other programs, and what to pass here
-    "--bf16": "--precision bf16",
-    "--dataset-name": "--dataset",
-    "--eval-steps": "--eval-every",
-    "--fp16": "--precision fp16",
-    "--gradient-checkpointing": "--activation-checkpointing blocks",
-    "--learning-rate": "--lr",
-    "--logging-steps": "--log-every",
-    "--lr-scheduler-type": "--lr-schedule",
-    "--model-name-or-path": "--model-name",
-    "--num-epochs": "--epochs",
-    "--num-train-epochs": "--epochs",
-    "--per-device-eval-batch-size": "--batch-size",
-    "--per-device-train-batch-size": "--batch-size",
-    "--report-to": "--track",
-    "--resume-from-checkpoint": "the same command again: the run in --output-dir resumes",
-    "--save-steps": "--save-every",
-    "--save-total-limit": "--keep-checkpoints",
-}
 
 
 @dataclass
@@ -151,11 +134,6 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
         # --lr, not --optim.lr; no help from the comments that mark optional lines
         "config": (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
     }
-    names: set[str] = set()
-    for section in vars(tiny).values():
-        for name in vars(section).keys() & names:
-            finish(Problem(f"Two sections of Args have a field {name}. Rename one."))
-        names |= vars(section).keys()
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -165,50 +143,21 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        finish(Problem(advice(message.getvalue())))
+        finish(Problem(f"\n{message.getvalue()}"))
     return _validate(args)
-
-
-def advice(text: str) -> str:
-    """Return what to pass in place of a word of sys.argv that tyro rejects, or tyro's `text`."""
-    for flag in command_line().split():
-        if flag in OTHER_NAMES:
-            return f"For {flag}, pass {OTHER_NAMES[flag]}."
-    switch = re.search(r"--(?:no-)?(\S+) (?:true|false)\b", command_line(), re.IGNORECASE)
-    if switch:
-        return f"--{switch[1]} takes no value. Pass --{switch[1]} or --no-{switch[1]}."
-    return f"\n{text}"
-
-
-def command_line() -> str:
-    """Return sys.argv as one text, with --a_flag=value as --a-flag value."""
-    return " ".join(sys.argv).replace("=", " ").replace("_", "-")
 
 
 def _validate(args: Any) -> Any:
     """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with one
-    message for numbers out of the Range of their annotations, lists that repeat a flag, of which
-    tyro would keep the last part, or a value, and the `problems` of sections."""
-    line = command_line()
+    message for numbers out of the Range of their annotations and the sections' `problems`."""
     sections = vars(args).values()
     problems = []
     for section in sections:
         hints = get_type_hints(type(section), include_extras=True)
         for name, value in vars(section).items():
-            flag = "--" + name.replace("_", "-")
-            if value == Path() and f"{flag}  " in f"{line}  ":  # it would be the current directory
-                problems.append(f"{flag} is empty. Pass a directory.")
-            if isinstance(value, tuple):
-                different = set(map(os.path.realpath, value))
-                if line.split().count(flag) > 1 or len(different) < len(value):
-                    problems.append(f"Pass {flag} once, with all its values, each of them once.")
             for limit in getattr(hints[name], "__metadata__", ()):
-                if not isinstance(limit, Range) or value is None:
-                    continue
-                low, high = limit
-                if not low <= value < high:
-                    limits = f"at least {low}, below {high:,}"
-                    problems.append(f"{flag} is {value}, but must be {limits}.")
+                if isinstance(limit, Range) and value is not None:
+                    problems += limit.problems(name, value)
     for section in sections:
         if not problems and hasattr(section, "resolve"):
             section.resolve(args)
@@ -218,10 +167,3 @@ def _validate(args: Any) -> Any:
     if problems:
         finish(Problem(" ".join(problems)))
     return args
-
-
-def missing(flag: str, *packages: str) -> list[str]:
-    """Return a message for each package that a flag needs and that is not installed."""
-    advice = "pip install -r requirements-extras.txt"
-    absent = [name for name in packages if not any(metadata.distributions(name=name))]
-    return [f"{flag} needs {name}: {advice}." for name in absent]

@@ -7,7 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-from core.log import create_directory
 from core.ranks import Problem, on_rank_zero, print0
 
 
@@ -21,7 +20,11 @@ def hold(directory: Path) -> None:
 
 
 def _hold(directory: Path) -> None:
-    create_directory(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"--output-dir {directory}: {error.strerror}. Pass another directory."
+        raise Problem(problem) from None
     is_run = (directory / "status").exists() or (directory / "checkpoints").exists()
     for path in (directory / "best", directory / "final"):
         is_export = (path / "tokenizer_config.json").exists()

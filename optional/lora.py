@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from transformers.pytorch_utils import Conv1D
 
 import policies
 from core import export, ranks, weights
-from core.args import Fraction, Names, Positive, Size, Switch, missing
+from core.args import Fraction, Names, Positive, Size, Switch
 from core.ranks import Problem
 
 ADAPTER = ".lora_"  # part of an adapter's name
+INSTALL = "pip install -r requirements-extras.txt"
 BLOCK = 64  # weights that share a scale
 
 
@@ -55,7 +57,8 @@ class Lora:
         if args.sharding.strategy == "ddp" or args.sharding.fsdp == 1:
             return ["--lora-rank needs --fsdp 2, and not --strategy ddp."]
         packages = ["peft", "bitsandbytes"] if self.load_in_4bit else ["peft"]
-        return missing("--lora-rank", *packages)
+        absent = " and ".join(name for name in packages if find_spec(name) is None)
+        return [f"--lora-rank needs {absent}: {INSTALL}."] if absent else []
 
 
 def add(

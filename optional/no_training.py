@@ -1,5 +1,6 @@
 """--evaluate-only and --export-only. Without this file, a script only trains."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,7 +13,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core import checkpoint, ranks, weights
 from core.args import Switch
-from core.log import write_results
 from core.ranks import Problem
 
 
@@ -81,3 +81,10 @@ def run(
         results = scores(args, device, model, tokenizer, collate, data[1])
         write_results(output / "evaluation.json", results, asdict(args))
     ranks.finish()
+
+
+def write_results(path: Path, results: dict, arguments: dict) -> None:
+    """Print results, and write them to a file with the run's arguments."""
+    text = json.dumps(results | {"arguments": arguments}, indent=1, default=str)
+    ranks.on_rank_zero(path.write_text, text)
+    ranks.print0(f"{json.dumps(results, indent=1)}\nThe results are in {path}")

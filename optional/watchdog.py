@@ -5,29 +5,36 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
+
+from core import ranks
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
 _file: IO[str] | None = None  # open from the first step on
 
 
 def watch_start() -> None:
-    """After WAIT_SECONDS without a process group, say which ranks this one waits for. Any rank."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
-        timer = threading.Timer(WAIT_SECONDS, _name_missing_ranks)
-        timer.daemon = True
-        timer.start()
+    """Without a process group, say after WAIT_SECONDS for whom this rank waits, and end it after
+    ranks.JOIN_SECONDS. Any rank may call this."""
+    if ranks.environment_size() > 1:
+        threading.Thread(target=_watch_start, daemon=True).start()
 
 
-def _name_missing_ranks() -> None:
+def _watch_start() -> None:
+    time.sleep(WAIT_SECONDS)
     if not dist.is_initialized():
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         others = "rank 0" if rank != "0" else "the others"
         advice = "To train on one process, unset RANK."
         print(f"Rank {rank} of {size} waits for {others}. {advice}", file=sys.stderr, flush=True)
+        time.sleep(ranks.JOIN_SECONDS)
+    if not dist.is_initialized():  # it waits in C++
+        print(f"error: {ranks.NOT_CONNECTED}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def restart(directory: Path, timeout_minutes: float) -> None:

@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import docstring_parser
 import pytest
@@ -16,6 +15,7 @@ from ten_steps import parse_args
 import gpt2_fsdp
 import llama_fsdp
 from core import args
+from optional import flag_advice
 
 
 def parse(script: Any, *flags: object) -> Any:
@@ -60,7 +60,7 @@ def test_help_of_a_flag_is_one_paragraph(name):
 def test_other_names_lead_to_flags_of_the_script(name):
     fields = [vars(section) for section in vars(importlib.import_module(name).Args()).values()]
     flags = {"--" + field.replace("_", "-") for section in fields for field in section}
-    for advice in args.OTHER_NAMES.values():
+    for advice in flag_advice.OTHER_NAMES.values():
         assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
 
 
@@ -129,7 +129,8 @@ def test_output_directory_that_cannot_be_created_is_refused(tmp_path, capfd):
 @pytest.mark.parametrize("flags", [["--output-dir", ""], ["--output_dir="]])
 def test_empty_output_directory_is_refused(flags):
     """An unset variable; the current directory may be chosen as `.`."""
-    assert refusal(gpt2_fsdp, *flags, "--lr", "1e-4") == "--output-dir is empty. Pass a directory."
+    message = "--output-dir is empty. Pass a directory."
+    assert refusal(gpt2_fsdp, *flags, "--lr", "1e-4") == message
     assert refusal(gpt2_fsdp, *flags) and not refusal(gpt2_fsdp, "--output-dir", ".")
 
 
@@ -150,10 +151,8 @@ def test_field_that_two_sections_have_is_refused():
         mine: Mine = field(default_factory=Mine)
         optim: args.Optim = field(default_factory=args.Optim)
 
-    finish = mock.patch.object(args, "finish", side_effect=SystemExit)
-    with finish as refuse, pytest.raises(SystemExit):
-        args.parse(Args, "", Args())
-    assert str(refuse.call_args.args[0]) == "Two sections of Args have a field lr. Rename one."
+    _, problems = flag_advice.flags(Args())
+    assert problems == ["Two sections of Args have a field lr. Rename one."]
 
 
 def test_flags_resolve_in_any_order_of_the_sections(monkeypatch):
@@ -183,6 +182,16 @@ def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batc
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     args = parse(llama_fsdp, "--global-batch-size", total, "--batch-size", limit)
     assert (args.optim.batch_size, args.optim.gradient_accumulation_steps) == micro_batches
+
+
+@pytest.mark.parametrize("size", [None, "2"])
+def test_rank_that_was_left_over_is_refused_at_once(size, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(SystemExit) as end:
+        flag_advice.check(gpt2_fsdp.TINY)
+    assert "Unset RANK" in end.value.code
 
 
 @pytest.mark.parametrize("flags, message", [

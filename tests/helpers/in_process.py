@@ -7,6 +7,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from core import args, ranks
+from optional import flag_advice
 
 
 def start(script: ModuleType, *flags: object) -> int:
@@ -33,8 +34,12 @@ def start(script: ModuleType, *flags: object) -> int:
 def refusal(script: ModuleType, *flags: object) -> str:
     """Return the message with which a script refuses its flags, or "" if it accepts them."""
     argv = [script.__file__, *map(str, flags)]
-    finish = mock.patch.object(args, "finish", side_effect=SystemExit)
-    with finish as refuse, mock.patch.object(sys, "argv", argv):
+    refuse = mock.Mock(side_effect=SystemExit)
+    with (
+        mock.patch.object(args, "finish", refuse),
+        mock.patch.object(flag_advice, "finish", refuse),
+        mock.patch.object(sys, "argv", argv),
+    ):
         try:
             script.parse_args()
         except SystemExit:
