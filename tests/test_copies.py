@@ -78,6 +78,13 @@ def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
     launch(0, "tools/copy_script.py", "gpt2_fsdp.py", tmp_path / "copy", "--without", "all")
     assert not (tmp_path / "copy/optional").exists()
     assert not (tmp_path / "copy/prepare").exists()
+    for path in (tmp_path / "copy").rglob("*"):
+        assert path.is_dir() or "docstrings" not in path.read_text(), path
+    help_text = launch(0, tmp_path / "copy/gpt2_fsdp.py", "--help").stdout
+    assert "--block-size" in help_text and "--text-column" not in help_text  # a flag of rows
+    flags = ["--model-name", "tiny", "--output-dir", tmp_path / "output"]
+    result = launch(0, tmp_path / "copy/gpt2_fsdp.py", *flags, check=False)
+    assert "pass one --dataset, a directory of tools/prepare.py" in result.stderr
     words = ["gpt2_fsdp.py", tmp_path / "other", "--without", "lock", "rouge", "lokc"]
     result = launch(0, "tools/copy_script.py", *words, check=False)
     message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, checksums, "

@@ -8,12 +8,16 @@ a test. --without NAME leaves out all lines that end in `# optional: NAME`, and 
 of that name in optional/ or prepare/, or the folder prepare/.
 """
 
-import argparse
 import ast
 import re
+import sys
 from collections.abc import Sequence
 from importlib.util import resolve_name
 from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py")
@@ -84,9 +88,9 @@ def requirements(files: dict[Path, str]) -> str:
     return "".join(line for line, name in names.items() if PACKAGES.get(name, name) in needed)
 
 
-def other_files(script: str, files: dict[Path, str]) -> dict[str, str]:
+def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> dict[str, str]:
     """Return the texts of the files that make a copy a project, by their place in it."""
-    texts = {place: (ROOT / file).read_text() for place, file in OTHERS.items()}
+    texts = {place: read(ROOT / file, without) for place, file in OTHERS.items()}
     texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
     texts["requirements.txt"] = requirements(files)
     name = Path(script).stem
@@ -101,53 +105,48 @@ def other_files(script: str, files: dict[Path, str]) -> dict[str, str]:
     return texts
 
 
-def main() -> None:
-    """Copy a script and its modules, and print what to do next."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "script",
-        type=lambda path: Path(path).name,
-        choices=SCRIPTS,
-    )
-    parser.add_argument(
-        "directory",
-        type=Path,
-        help="created if it does not exist",
-    )
-    parser.add_argument(
-        "--without",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="optional parts, or all",
-    )
-    args = parser.parse_args()
-    if args.directory.is_dir() and any(args.directory.iterdir()):
-        parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
-    rooms = rooms_of(needed_files(ROOT / args.script))
-    without = rooms if "all" in args.without else args.without
-    if unknown := set(without) - set(rooms):
-        text = f"{args.script} has no optional {', '.join(sorted(unknown))}. It has: "
-        parser.exit(1, f"error: {text}{', '.join(rooms)}.\n")
-    files = needed_files(ROOT / args.script, without)
-    texts = other_files(args.script, files)
-    for file, text in files.items():
-        texts[str(file.relative_to(ROOT))] = text
+def with_prepared_data(text: str) -> str:
+    """Return a text of a copy that trains on data/prepared, and not on rows."""
+    lines = [line for line in text.splitlines(keepends=True) if "docstrings.py" not in line]
+    return "".join(lines).replace("docstrings.jsonl", "data/prepared")
+
+
+def main(
+    script: Positional[Literal[SCRIPTS]],
+    directory: Positional[Path],
+    without: tuple[str, ...] = (),
+) -> None:
+    """Copy a script and its modules, and print what to do next.
+
+    Args:
+        script: the script to copy
+        directory: created if it does not exist
+        without: optional parts, or all
+    """
+    if directory.is_dir() and any(directory.iterdir()):
+        sys.exit(f"error: {directory} is not empty. Pass a new directory.")
+    rooms = rooms_of(needed_files(ROOT / script))
+    without = rooms if "all" in without else without
+    unknown = ", ".join(sorted(set(without) - set(rooms)))
+    if unknown:
+        sys.exit(f"error: {script} has no optional {unknown}. It has: {', '.join(rooms)}.")
+    files = needed_files(ROOT / script, without)
+    texts = other_files(script, files, without)
+    texts |= {str(file.relative_to(ROOT)): text for file, text in files.items()}
+    data = "python tools/docstrings.py docstrings.jsonl"
+    start = f"{script} --model-name tiny --dataset docstrings.jsonl"
+    steps = [f"cd {directory}", data, f"python {start}"]
+    if "prepare" in without:
+        del texts["tools/docstrings.py"]
+        texts = {place: with_prepared_data(text) for place, text in texts.items()}
+        prepare = f"python tools/prepare.py {start} --output-dir {directory}/data"
+        steps = [data, prepare, f"cd {directory}", f"python {with_prepared_data(start)}"]
     for place, text in texts.items():
-        target = args.directory / place
+        target = directory / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
-    print(f"Copied {len(texts)} files.")
-    start = f"python {args.script} --model-name tiny --dataset"
-    if "prepare" in without:
-        flags = f"--model-name tiny --dataset docstrings.jsonl --output-dir {args.directory}/data"
-        print("Next: python tools/docstrings.py docstrings.jsonl")
-        print(f"      python tools/prepare.py {args.script} {flags}")
-        print(f"      cd {args.directory}; {start} data/prepared")
-        return
-    print(f"Next: cd {args.directory}; python tools/docstrings.py docstrings.jsonl")
-    print(f"      {start} docstrings.jsonl")
+    print(f"Copied {len(texts)} files. Next: {'; '.join(steps)}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -19,10 +19,12 @@ from typing import Any
 SCRIPT = "gpt2_fsdp"  # the script to test
 FLAGS = {  # those that the script has
     "model_name": "tiny", "max_steps": 10, "log_every": 1, "save_every": 2, "eval_every": 0,
-    "batch_size": 2, "num_train_samples": 64, "num_val_samples": 8, "precision": "fp32",
-    "block_size": 64, "max_seq_length": 128, "source_length": 64, "target_length": 16,
-    "rouge_samples": 0, "dataset": "docstrings.jsonl", "export_dtype": "fp32",
+    "batch_size": 2, "precision": "fp32", "rouge_samples": 0, "dataset": "docstrings.jsonl",
+    "export_dtype": "fp32",
 }  # fmt: skip
+FLAGS |= {"num_train_samples": 64, "num_val_samples": 8, "block_size": 64}  # optional: prepare
+FLAGS |= {"max_seq_length": 128, "source_length": 64, "target_length": 16}  # optional: prepare
+FOLDER = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -54,11 +56,9 @@ def command(processes: int, kind: str, output: Path, *flags: str) -> list[str]:
     return [sys.executable, *launcher, __file__, kind, str(output), *flags]
 
 
-def run(*words: object) -> None:
-    """Run a `command`, and fail with its output if it fails."""
-    result = subprocess.run(
-        command(*words), capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parent
-    )
+def run(words: list[str]) -> None:
+    """Run a command in this folder, and fail with its output if it fails."""
+    result = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, cwd=FOLDER)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -72,8 +72,7 @@ def losses(output: Path, event: str = "train") -> dict[int, float]:
 def started(words: list[str]) -> Iterator[subprocess.Popen]:
     """Start a command in a process group of its own, and kill the group at the end."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    folder = Path(__file__).parent
-    process = subprocess.Popen(words, start_new_session=True, env=ENVIRONMENT, cwd=folder, **quiet)
+    process = subprocess.Popen(words, start_new_session=True, env=ENVIRONMENT, cwd=FOLDER, **quiet)
     try:
         yield process
     finally:
@@ -83,13 +82,12 @@ def started(words: list[str]) -> Iterator[subprocess.Popen]:
 
 def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
     """Ten steps on two processes, killed and resumed, equal those of the model without FSDP."""
-    words = [sys.executable, "tools/docstrings.py", "docstrings.jsonl"]
-    subprocess.run(words, cwd=Path(__file__).parent, check=True)
-    run(2, "fsdp", tmp_path / "whole")
+    run([sys.executable, "tools/docstrings.py", "docstrings.jsonl"])
+    run(command(2, "fsdp", tmp_path / "whole"))
     expected = losses(tmp_path / "whole")
     assert list(expected) == list(range(1, 11))
 
-    run(1, "plain", tmp_path / "plain", "--batch-size", "4")
+    run(command(1, "plain", tmp_path / "plain", "--batch-size", "4"))
     plain = losses(tmp_path / "plain")
     assert all(abs(plain[step] - loss) < 1e-4 for step, loss in expected.items())
 
@@ -98,7 +96,7 @@ def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
         while not list((tmp_path / "killed").glob("checkpoints/*/train_state.json")):
             assert time.monotonic() < deadline, "no checkpoint within ten minutes"
             time.sleep(0.05)
-    run(2, "fsdp", tmp_path / "killed")
+    run(command(2, "fsdp", tmp_path / "killed"))
     assert losses(tmp_path / "killed") == expected
 
     final = str(tmp_path / "whole/final")
