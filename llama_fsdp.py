@@ -48,6 +48,7 @@ import optional.no_training as no_training  # optional: no_training
 import optional.packed_attention as packed  # optional: packed_attention
 import optional.paged as paged  # optional: paged
 import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
+import optional.save_best as save_best  # optional: save_best
 import optional.startup_checks as checks  # optional: startup_checks
 import optional.trackers as trackers  # optional: trackers
 import optional.watchdog as watchdog  # optional: watchdog
@@ -88,7 +89,6 @@ RUN = Run(
     log_every=25,
     eval_every=100,
     save_every=250,
-    save_best=False,
     export_dtype="bf16",
     timeout_minutes=90.0,
 )
@@ -108,6 +108,7 @@ class Args:
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
     only: no_training.Only = field(default_factory=no_training.Only)  # optional: no_training
+    best: save_best.Best = field(default_factory=save_best.never)  # optional: save_best
     saving: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     tracking: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
@@ -130,6 +131,7 @@ def fsdp_main(args: Args) -> None:
     device = ranks.setup(run.timeout_minutes)
     flags = vars(args.optim) | vars(args.sharding) | vars(run)
     flags |= vars(args.only)  # optional: no_training
+    flags |= vars(args.best)  # optional: save_best
     del flags["output_dir"]  # nodes may have other paths to it
     ranks.compare_ranks(flags)
     lock.hold(output)  # optional: lock
@@ -323,13 +325,12 @@ def train(
     if newest:
         checkpoint.load(newest, model, names, optimizers, state)
         scaler.load_state_dict(state.scaler or scaler.state_dict())
-        checkpoint.check_best(run, state, total_steps)
+        save_best.check(args, state, total_steps)  # optional: save_best
     start = state.step
     if start >= total_steps:
         print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
-    probe = checks.chats(args.data), collate  # optional: startup_checks
-    losses = summed_loss, token_loss  # optional: startup_checks
-    checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
+    probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
+    checks.check_model(args, device, model, *probe)  # optional: startup_checks
     checks.check_optimizers(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
@@ -424,8 +425,7 @@ def train(
     stop.forget()
     watchdog.stop()  # optional: watchdog
     export(model, tokenizer, run.output_dir / "final", run.export_dtype)
-    if state.validated_step < state.step:
-        raise OSError("best/ could not be written. Run the same command again to write it.")
+    save_best.check_written(state)  # optional: save_best
     log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
 
@@ -452,9 +452,8 @@ def evaluate(
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         log.write("val", **results)
         is_written = True
-        if loss < state.best_loss and args.run.save_best:
-            how = export, model, tokenizer, stop.check
-            is_written = checkpoint.write_best(args.run, state, *how)
+        how = export, model, tokenizer, stop.check  # optional: save_best
+        is_written = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:
         return True
     if is_written:
@@ -502,9 +501,8 @@ def scores(
     val_sets: dict,
 ) -> dict:
     """Return the results of --evaluate-only. Call on all ranks."""
-    probe = checks.chats(args.data), collate  # optional: startup_checks
-    losses = summed_loss, token_loss  # optional: startup_checks
-    checks.check_model(args, device, model, *losses, *probe)  # optional: startup_checks
+    probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
+    checks.check_model(args, device, model, *probe)  # optional: startup_checks
     return validation(args, device, model, collate, val_sets, StopRequest())
 
 

@@ -61,8 +61,6 @@ class Run:
     """full: besides a file per rank, rank 0 writes full.pt of the whole state"""
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
-    save_best: bool = True
-    """export best/ after each validation with the lowest loss so far"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype of the weights in best/ and final/"""
     timeout_minutes: Annotated[float, Range(1e-12, 30_000)] = 30.0

@@ -1,8 +1,8 @@
 """Checkpoints: directories such as step-00000200, which training of any world size can resume.
 
-PyTorch's distributed checkpoint (DCP) writes a file per rank; `full` adds one file of the whole
-state. train_state.json is written last, by rename, with the caller's state, the size of each file
-and a CRC of its values: a directory where one differs is skipped.
+PyTorch's distributed checkpoint (DCP) writes a file per rank; `full` adds one of the whole state.
+train_state.json is written last, with the script's state, the size of each file and a CRC of its
+values: a directory where one differs is skipped.
 
 All ranks together call functions that get a model, tensors or a run. Rank 0 calls `find_newest`,
 `prune` and those that they call.
@@ -41,14 +41,14 @@ STATE = "train_state.json"
 NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 # Settings in which two configs of one model may differ.
 NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-# Values in train_state.json that a resume takes from its own start, or that describe the files.
+# Values in train_state.json that are those of each start, or describe the files.
 NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
 
 
 @dataclass
 class State:
-    """What a step depends on, besides the model, its optimizers and random numbers, and what the
-    run was started with. Attributes that a copy adds are saved too. All are values for JSON."""
+    """What a step depends on, besides the model, its optimizers and random numbers, in values for
+    JSON. Attributes that a copy adds are saved too."""
 
     identity: dict  # must stay the same in a resume
     hyperparameters: list[dict[str, str]]  # one for each group of the optimizers
@@ -74,8 +74,8 @@ def new_state(
     script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
     optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any] | None = None,
 ) -> State:  # fmt: skip
-    """Return the state of a run at step 0. `shapes` are those of the parameters before wrapping,
-    `more` is compared in a resume too. Raise Problem if the identity differs between ranks."""
+    """Return the state of a run at step 0. `more` is compared in a resume too. Raise Problem if the
+    identity differs between ranks."""
     identity = {  # a message names the first difference
         "script": Path(script).stem,
         **(more or {}),
@@ -98,8 +98,8 @@ def fingerprint(samples: Any) -> str:
 
 
 def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
-    """Return the values in the param_groups of optimizers, except the learning rate and parameters,
-    as text. Checkpoints do not contain them."""
+    """Return the values in the param_groups of optimizers but the learning rate, which checkpoints
+    do not contain; as text, because == compares tensors by element."""
     groups = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -116,7 +116,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
 
 
 def changed_flags(flags: dict, saved: dict) -> list[str]:
-    """Return a text for each of `flags` that the state `saved` has another value of."""
+    """Return a text for each of `flags` whose value in the state `saved` is another one."""
     texts = []
     for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
         was = saved["flags"].get(name)
@@ -126,9 +126,8 @@ def changed_flags(flags: dict, saved: dict) -> list[str]:
 
 
 def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -> dict:
-    """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
-    identity is not as in `identity`: a different run saved it. If it is the data, name those of
-    `flags` that changed."""
+    """Return the state in a checkpoint. Raise Problem if there is none, or if a different run saved
+    it: one of its values is not as in `identity`. If it is the data, name changed `flags`."""
     if path is None:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = read_state(path)
@@ -148,9 +147,8 @@ def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -
 
 
 def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
-    """Return nested dicts of the tensors to save: those of a model in `names`, its optimizers'
-    moments, and random states; under FSDP1 copies in host memory. Raise Problem if an optimizer has
-    values that would not be saved."""
+    """Return nested dicts of the tensors to save (under FSDP1, copies in host memory): those of a
+    model in `names`, moments, and random states. Raise Problem if an optimizer has other values."""
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
     are_tensors = all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments))
@@ -161,8 +159,8 @@ def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], sta
 
 
 def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return tensors to save, or to `read`, besides a snapshot. DTensors are sharded; others belong
-    to one rank, so their keys name it, and a resume needs as many."""
+    """Return tensors to save, or to `read`, besides a snapshot. Those that are not DTensors belong
+    to one rank, which their keys name: a resume needs as many."""
     rank = f" of rank {dist.get_rank()} of {dist.get_world_size()}"
     by_key = {}
     for key, tensor in tensors.items():
@@ -287,7 +285,7 @@ def is_complete(path: Path) -> bool:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in `directory`, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return [path for path in sorted(directory.glob(NAMES)) if is_complete(path)]
 
 
@@ -329,32 +327,6 @@ def load(
             setattr(state, name, value)
 
 
-def write_best(
-    run: Run, state: State, export: Callable, model: nn.Module, tokenizer: Any,
-    check_stop: Callable,
-) -> bool:  # fmt: skip
-    """Write best/ with `export`, and its step. If that fails, print the reason and return False."""
-    path = run.output_dir / "best"
-    try:
-        export(model, tokenizer, path, run.export_dtype, check_stop)
-        on_rank_zero((path / "step").write_text, str(state.step))
-    except OSError as error:
-        print0(f"best/ could not be written ({error}).")
-        return False
-    return True
-
-
-def check_best(run: Run, state: State, total_steps: int) -> None:
-    """Forget the lowest loss if best/ is not of its step, as after a return to an earlier
-    checkpoint: the next validation replaces best/. Without a step left, repeat the last one."""
-    file = run.output_dir / "best/step"
-    is_known = on_rank_zero(lambda: file.is_file() and file.read_text() == str(state.best_step))
-    if run.save_best and not is_known:
-        state.best_loss = math.inf
-        if state.step >= total_steps:
-            state.validated_step = -1
-
-
 def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
     """Load the tensors `names` of a model from a checkpoint of any world size and strategy."""
     weights = model_weights(model, names)
@@ -374,7 +346,8 @@ def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> N
     if isinstance(model, FSDP):
         _free_moments(optimizers)
     # Only parameters that have had a gradient have moments in the checkpoint.
-    saved = {name.rpartition(".")[0] for name in saved_names(path, "optimizer.state.")}
+    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
     moments["state"] = {name: x for name, x in moments["state"].items() if name in saved}
     read(path, {"optimizer": {"state": moments["state"]}})
     dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=options)
@@ -389,15 +362,9 @@ def _free_moments(optimizers: list[Optimizer]) -> None:
                 del optimizer.state[parameter]
 
 
-def saved_names(path: Path, prefix: str) -> set[str]:
-    """Return what follows `prefix` in the names of a checkpoint's tensors that begin with it."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-
-
 def load_random_states(path: Path, saved: dict) -> None:
-    """Restore the random generators of this rank; reseed them if another number of processes saved
-    the checkpoint, whose train_state.json has the values `saved`."""
+    """Restore the random generators of this rank; reseed them if another number of processes has
+    `saved` them."""
     size = dist.get_world_size()
     if saved["processes"] != size:
         torch.manual_seed(saved["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
@@ -411,20 +378,20 @@ def load_random_states(path: Path, saved: dict) -> None:
 
 
 def model_weights(model: nn.Module, names: set[str]) -> dict[str, Tensor]:
-    """Return those of a model's parameters and buffers whose name is in `names` (saved_names has
-    all): shards or whole tensors, under FSDP1 copies."""
+    """Return a model's parameters and buffers in `names`: shards or whole tensors, or FSDP1's
+    copies."""
     weights = dcp_state.get_model_state_dict(model, options=_options(model))
     return {name: tensor for name, tensor in weights.items() if name in names}
 
 
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
-    """Return options for state dicts. FSDP1 copies their tensors, one by one into host memory: on
-    the GPU they would double that of the model and its optimizer."""
+    """Return options for state dicts. FSDP1 copies their tensors: on the GPU, they would need as
+    much memory as the model and its optimizer."""
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, which dropout draws from."""
+    """Return the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
         states["device"] = torch.get_device_module().get_rng_state()

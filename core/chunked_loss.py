@@ -13,11 +13,11 @@ CHUNK = 1024  # positions
 
 
 class LossHead(nn.Linear):
-    """An output head that returns the summed loss if it gets targets, otherwise the logits. FSDP
+    """An output head that returns the summed loss if it gets targets, otherwise the logits: FSDP
     gathers its weight only in its forward.
 
-    `head` is the model's own. `token_loss` takes logits [positions, vocabulary] in fp32 and int64
-    targets [positions], and returns a sum over the targets that are not -100.
+    `head` is the model's own. `token_loss` takes fp32 logits [positions, vocabulary] and int64
+    targets [positions], and returns the sum over those that are not -100.
     """
 
     def __init__(self, head: nn.Linear, config: PretrainedConfig, token_loss: Callable) -> None:

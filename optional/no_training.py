@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core import checkpoint, ranks, weights
@@ -73,8 +74,9 @@ def run(
         identity |= {"model": checkpoint.model_identity(model, shapes)}
         checkpoint.compare_runs(newest, identity)
         # Checkpoints lack weights that adapters freeze.
-        names = weights.saved_names(model) & checkpoint.saved_names(newest, "model.")
-        checkpoint.load_weights(newest, model, names)
+        keys = FileSystemReader(newest).read_metadata().state_dict_metadata
+        saved = {key.removeprefix("model.") for key in keys}
+        checkpoint.load_weights(newest, model, weights.saved_names(model) & saved)
     if only.export_only:
         export(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:

@@ -1,0 +1,61 @@
+"""best/: the weights with the lowest validation loss. Without this file, there is only final/."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from core.checkpoint import State
+from core.ranks import on_rank_zero, print0
+
+
+@dataclass
+class Best:
+    """Whether the best weights are kept."""
+
+    save_best: bool = True
+    """export best/ after each validation with the lowest loss so far"""
+
+
+def never() -> Best:
+    """Return the default of a script whose exports take long."""
+    return Best(save_best=False)
+
+
+def write(
+    args: Any, state: State, loss: float, export: Callable, model: nn.Module,
+    tokenizer: Tokenizer, check_stop: Callable,
+) -> bool:  # fmt: skip
+    """Write best/ by `export`, and its step, if `loss` is the lowest. If that fails, print the
+    reason and return False. Call on all ranks."""
+    path = args.run.output_dir / "best"
+    if loss >= state.best_loss or not args.best.save_best:
+        return True
+    try:
+        export(model, tokenizer, path, args.run.export_dtype, check_stop)
+        on_rank_zero((path / "step").write_text, str(state.step))
+    except OSError as error:
+        print0(f"best/ could not be written ({error}).")
+        return False
+    return True
+
+
+def check(args: Any, state: State, total_steps: int) -> None:
+    """Forget the lowest loss if best/ is not of its step, as after a return to an earlier
+    checkpoint: the next validation replaces best/. Without a step left, repeat the last one. Call
+    on all ranks."""
+    file = args.run.output_dir / "best/step"
+    is_known = on_rank_zero(lambda: file.is_file() and file.read_text() == str(state.best_step))
+    if args.best.save_best and not is_known:
+        state.best_loss = math.inf
+        if state.step >= total_steps:
+            state.validated_step = -1
+
+
+def check_written(state: State) -> None:
+    """Raise OSError if best/ could not be written after the last step."""
+    if state.validated_step < state.step:
+        raise OSError("best/ could not be written. Run the same command again to write it.")
