@@ -347,7 +347,7 @@ def train(
     sampler.stop = total_steps
     steps = progress(items(loader), "step", total_steps, start)
     for step, batches in enumerate(steps, start + 1):
-        watchdog.restart(run.output_dir, run.timeout_minutes)  # optional: watchdog
+        watchdog.restart()  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         targets = sum(batch["targets"] for batch in batches)
         tokens = sum(batch["tokens"] for batch in batches)
@@ -414,6 +414,7 @@ def train(
         if save_due or is_stopping:
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
             state.scaler = scaler.state_dict()
+            watchdog.restart()  # optional: watchdog
             must_succeed = is_last or is_stopping or not is_saved
             tensors = snapshot(model, names, optimizers, state)
             is_saved = save(run, tensors, state, log, must_succeed)
@@ -423,11 +424,14 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
+    watchdog.restart()  # optional: watchdog
     export(model, tokenizer, run.output_dir / "final", run.export_dtype)
     save_best.check_written(state)  # optional: save_best
     log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
+
+
+train = watchdog.watched(train)  # optional: watchdog
 
 
 def evaluate(
@@ -444,6 +448,7 @@ def evaluate(
     """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
     a rank was asked to stop. A resume repeats this then, and if best/ could not be written. Call on
     all ranks."""
+    watchdog.restart()  # optional: watchdog
     try:
         results = validation(args, device, model, collate, val_sets, stop)
         loss = results["loss"]
@@ -452,6 +457,7 @@ def evaluate(
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         log.write("val", **results)
         is_written = True
+        watchdog.restart()  # optional: watchdog
         how = export, model, tokenizer, stop.check  # optional: save_best
         is_written = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:

@@ -2,19 +2,21 @@
 nothing tells where it was, or whom it waited for at the start."""
 
 import faulthandler
+import functools
 import os
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import IO
+from collections.abc import Callable
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from core import ranks
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
-_file: IO[str] | None = None  # open from the first step on
+_file: IO[str] | None = None  # open in a watched function
+_seconds = 0.0
 
 
 def watch_start() -> None:
@@ -37,19 +39,30 @@ def _watch_start() -> None:
         os._exit(1)
 
 
-def restart(directory: Path, timeout_minutes: float) -> None:
-    """Write the stacks of all threads to DIRECTORY/stacks-rank-N.txt if neither this function nor
-    `stop` is called for a third of the time-out. Any rank may call this."""
-    global _file
-    if _file is None:
-        _file = (directory / f"stacks-rank-{dist.get_rank()}.txt").open("w")
-    faulthandler.dump_traceback_later(timeout_minutes * 20, file=_file)
+def watched(train: Callable) -> Callable:
+    """Return `train`, whose first argument are the script's, as a function that writes all stacks
+    to OUTPUT_DIR/stacks-rank-N.txt if `restart` is not called for a third of the time-out. At its
+    end, also by an error, an empty file is deleted. Any rank may call it."""
+
+    @functools.wraps(train)
+    def run(args: Any, *others: Any) -> Any:
+        global _file, _seconds
+        path = args.run.output_dir / f"stacks-rank-{dist.get_rank()}.txt"
+        _seconds = args.run.timeout_minutes * 20
+        with path.open("w") as _file:
+            restart()
+            try:
+                return train(args, *others)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+                if _file.seek(0, 2) == 0:  # its size
+                    path.unlink(missing_ok=True)
+                _file = None
+
+    return run
 
 
-def stop() -> None:
-    """Write no more stacks, and delete the file if it is empty. Any rank may call this."""
-    global _file
-    faulthandler.cancel_dump_traceback_later()
-    if _file is not None and _file.seek(0, 2) == 0:  # its size
-        Path(_file.name).unlink(missing_ok=True)
-    _file = None
+def restart() -> None:
+    """Start the time again, if a watched function runs. Any rank may call this."""
+    if _file is not None:
+        faulthandler.dump_traceback_later(_seconds, file=_file)

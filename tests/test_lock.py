@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from conftest import ROOT, wait_until
 
+from core.args import Run
 from core.ranks import Problem
 from optional import lock, watchdog
 
@@ -75,12 +78,33 @@ def test_exports_of_others_are_refused(process_group, tmp_path):
 
 def test_watchdog_writes_stacks_of_a_process_that_hangs(process_group, tmp_path):
     file = tmp_path / "stacks-rank-0.txt"
-    minutes = 0.3 / 20  # the stacks are written after 0.3 seconds
-    watchdog.restart(tmp_path, 1.0)
-    assert file.exists()
-    watchdog.stop()
+    hanging = Run(tmp_path, timeout_minutes=0.3 / 20)  # the stacks are written after 0.3 seconds
+    working = Run(tmp_path, timeout_minutes=2 / 20)
+
+    @watchdog.watched
+    def train(args: SimpleNamespace, seconds: float) -> None:
+        for _ in range(5):  # longer than the limit in all
+            watchdog.restart()
+            time.sleep(seconds)
+        assert file.exists()
+        if args.run is hanging:
+            wait_until(lambda: "test_watchdog_writes_stacks" in file.read_text(), 1)
+            raise OSError("the disk is full")
+
+    train(SimpleNamespace(run=working), 0.5)
     assert not file.exists()
-    watchdog.restart(tmp_path, minutes)
-    wait_until(lambda: "test_watchdog_writes_stacks" in file.read_text(), 1)
-    watchdog.stop()
+    with pytest.raises(OSError, match="full"):
+        train(SimpleNamespace(run=hanging), 0.1)
     assert "test_watchdog_writes_stacks" in file.read_text()
+    watchdog.restart()  # outside, it does nothing
+
+
+def test_watchdog_leaves_no_empty_file_after_an_error(process_group, tmp_path):
+    @watchdog.watched
+    def train(_: SimpleNamespace) -> None:
+        assert (tmp_path / "stacks-rank-0.txt").exists()
+        raise Problem("a step is not finite")
+
+    with pytest.raises(Problem):
+        train(SimpleNamespace(run=Run(tmp_path)))
+    assert not list(tmp_path.iterdir())
