@@ -62,7 +62,6 @@ from core.log import Log, mean_losses, open_directory, progress
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
     StepSampler,
-    items,
     micro_batches,
     ordered_loader,
     parameter_groups,
@@ -345,7 +344,8 @@ def train(
     is_saved = True
     sampler.start = start
     sampler.stop = total_steps
-    steps = progress(items(loader), "step", total_steps, start)
+    steps = progress(loader, "step", total_steps, start)
+    steps = watchdog.explain(steps, optim.num_workers)  # optional: watchdog
     for step, batches in enumerate(steps, start + 1):
         watchdog.restart()  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.

@@ -18,13 +18,6 @@ class Range(NamedTuple):
     low: float
     high: float = 2**31
 
-    def problems(self, name: str, value: float) -> list[str]:
-        """Return a message if the value of the field `name` is out of range."""
-        if self.low <= value < self.high:
-            return []
-        limits = f"at least {self.low}, below {self.high:,}"
-        return [f"--{name.replace('_', '-')} is {value}, but must be {limits}."]
-
 
 Count = Annotated[int, Range(1)]
 Size = Annotated[int, Range(0)]  # the help says what 0 means
@@ -154,8 +147,12 @@ def _validate(args: Any) -> Any:
         hints = get_type_hints(type(section), include_extras=True)
         for name, value in vars(section).items():
             for limit in getattr(hints[name], "__metadata__", ()):
-                if isinstance(limit, Range) and value is not None:
-                    problems += limit.problems(name, value)
+                if not isinstance(limit, Range) or value is None:
+                    continue
+                if not limit.low <= value < limit.high:
+                    flag = "--" + name.replace("_", "-")
+                    limits = f"at least {limit.low}, below {limit.high:,}"
+                    problems.append(f"{flag} is {value}, but must be {limits}.")
     for section in sections:
         if not problems and hasattr(section, "resolve"):
             section.resolve(args)

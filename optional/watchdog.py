@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import torch.distributed as dist
 
 from core import ranks
+from core.ranks import Problem
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
 _file: IO[str] | None = None  # open in a watched function
@@ -66,3 +67,17 @@ def restart() -> None:
     """Start the time again, if a watched function runs. Any rank may call this."""
     if _file is not None:
         faulthandler.dump_traceback_later(_seconds, file=_file)
+
+
+def explain(steps: Iterable, num_workers: int) -> Iterator[Any]:
+    """Yield the items of a loader. Raise Problem if a worker process fails or times out. Any rank
+    may call this."""
+    try:
+        yield from steps
+    except (OSError, RuntimeError) as error:
+        if num_workers == 0:
+            raise
+        raise Problem(
+            f"A worker process failed to load samples ({error}). Give the container more shared "
+            "memory in /dev/shm, as with docker's --shm-size=16g, or pass --num-workers 0."
+        ) from error
