@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-# The tree whose scripts run: this one, or the one that `launch` names.
-sys.path.insert(0, os.environ.setdefault("TREE", str(Path(__file__).resolve().parents[1])))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ import transformers
 from core import weights
 from core.ranks import Batch
 
-TREE = Path(os.environ["TREE"])
+TREE = Path(__file__).resolve().parents[1]
 Steps = Iterable[list[Batch]]  # the micro-batches of each step, of this rank
 NO_DATA = [{"input_ids": [0]}] * 4096  # for `train`, if its `steps` do not use the loader
 OUT_OF_MEMORY = 3  # exit code of a rank
@@ -96,18 +95,17 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def launch(processes: int, *command: object, tree: Path = TREE) -> dict | None:
-    """Run a program under torchrun with the scripts of a tree. Return the JSON in the last such
-    line of its output, or None if the memory did not suffice for one; exit if it fails."""
+def launch(processes: int, *command: object) -> dict | None:
+    """Run a program under torchrun. Return the JSON in the last such line of its output, or None if
+    the memory did not suffice for one; exit if it fails."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*torchrun, "--nproc-per-node", str(processes), *map(str, command)]
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
-    # Otherwise glibc would keep the memory of freed tensors.
-    environment |= {"TREE": str(tree), "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # else glibc would keep freed tensors
     run = subprocess.run(words, capture_output=True, text=True, env=environment)
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     is_full = f"exitcode  : {OUT_OF_MEMORY}" in run.stderr
     if run.returncode and not is_full:
-        sys.exit(f"{' '.join(words)} failed:\n{run.stderr[-3000:]}")
+        sys.exit(f"{' '.join(words)} failed:\n{run.stderr[-9000:]}")
     return json.loads(lines[-1]) if lines else None

@@ -9,7 +9,8 @@
 Each row is a launch of a script's own `wrap_model` and `train` on random tokens and weights. MB are
 10^6 bytes on one rank, estimated by tools/memory_estimator.py / measured: parameters, gradients,
 AdamW's moments and, on GPUs, the allocator's peak. TFLOP/s are those of a GPU, without the FLOPs of
-recomputation. Flags that this program does not know go to the script.
+recomputation; MFU is their share of --peak-tflops. Flags that this program does not know go to the
+script.
 
 --largest-batch raises the batch size by an eighth until it does not fit, and shows the last one.
 
@@ -235,7 +236,7 @@ def measured_steps(
         args.optim.batch_size += max(1, size // 8)
 
 
-def row(name: str, result: dict | None, processes: int) -> str:
+def row(name: str, result: dict | None, processes: int, peak_tflops: float) -> str:
     """Return a row of the table."""
     if result is None:
         return f"| {name} | does not fit |"
@@ -246,7 +247,8 @@ def row(name: str, result: dict | None, processes: int) -> str:
         held = f"{measured[term] / 1e6:,.2f}" if measured[term] else "-"
         cells.append(f"{expected[term] / 1e6:,.2f} / {held}")
     cells += [f"{seconds:.3f}", f"{result['tokens'] * processes / seconds:,.0f}"]
-    cells.append(f"{expected['flops'] / seconds / 1e12:,.1f}")
+    tflops = expected["flops"] / seconds / 1e12
+    cells += [f"{tflops:,.1f}", f"{tflops / peak_tflops:.3f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -273,6 +275,7 @@ def main() -> None:
     add("--length", type=int, default=256, help="tokens in a sequence")
     add("--batch-size", type=int, default=1, help="sequences per rank")
     add("--steps", type=int, default=2, help="timed steps, after two others")
+    add("--peak-tflops", type=float, default=989.0, help="of the data sheet (default: H100, bf16)")
     add("--memory-limit-gb", type=float, default=0, help="of a GPU (0: all)")
     add("--largest-batch", action="store_true", help="search the largest batch that fits")
     add("--max-batch-size", type=int, default=1024, help="limit of the search")
@@ -285,14 +288,15 @@ def main() -> None:
     processes = 1 if options.ranks else options.processes
     print(f"{options.ranks or processes} ranks; MB of one, estimated / measured\n")
     print("| model | batch per rank | parameters | gradients | moments | peak | s | tokens/s "
-          "| TFLOP/s |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
+          "| TFLOP/s | MFU |\n|---|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
     for model, strategy in itertools.product(options.models, options.strategies):
         with tempfile.TemporaryDirectory() as directory:
             memory_estimator.load_config(model).save_pretrained(directory)
             ByT5Tokenizer().save_pretrained(directory)
             words = [*sys.argv[1:], "--trial", model, directory, "--strategy", *strategy.split()]
             result = launch(processes, __file__, *words)
-        print(row(f"{model}, {strategy}", result, processes), flush=True)
+        name = f"{model}, {strategy}"
+        print(row(name, result, processes, options.peak_tflops), flush=True)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,7 @@ phase_c() {  # 7B on this GPU: tokens/s and TFLOP/s
 phase_d() {  # the Trainer beside our scripts
     local side="--preset gpu" steps=20
     [ -z "$tiny" ] || side="--preset cpu --rows 100" steps=1
-    run d-gpt2-large 80 benchmarks/speed.py $side --processes 1 --against trainer --rounds 1 \
-        --steps $steps
+    run d-gpt2-large 80 benchmarks/speed.py $side --processes 1 --against trainer --steps $steps
 }
 
 phase_e() {  # the largest batch of rank 0 of 2 in 24 GB, as in huggingface.co/blog/pytorch-fsdp

@@ -5,9 +5,9 @@ Or plot the memory that a model needs under each strategy.
     python tools/memory_estimator.py --json > 7b.json
     python benchmarks/plot_runs.py --estimate 7b.json --title "Llama 2 7B"
 
-It needs matplotlib. Lines are training metrics and dots are validations. An estimate is plotted as
-stacked terms. Its dot is the peak, which is less than the sum of the terms if they are not all held
-at the same time.
+It needs matplotlib. Lines are training metrics, dots are validations, and losses are logarithmic.
+An estimate is plotted as stacked terms. Its dot is the peak, which is less than the sum of the
+terms if they are not all held at the same time.
 """
 
 import argparse
@@ -15,6 +15,11 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from core import steps
 
 try:
     import matplotlib
@@ -53,6 +58,15 @@ def read(run: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
+def rates(run: Path) -> list[tuple[int, float]]:
+    """Return the number and the learning rate of each step, also of those that have no line."""
+    start = read(run, "start")[-1]
+    optim = SimpleNamespace(**start["arguments"]["optim"])
+    total_steps = optim.max_steps or optim.epochs * start["epoch_steps"]
+    factors = steps.schedule(optim, total_steps, start["epoch_steps"])
+    return [(step, optim.lr * factor) for step, factor in enumerate(factors, 1)]
+
+
 def draw(runs: list[Path], panels: list[str]) -> plt.Figure:
     """Return a figure with a panel for each quantity and a color for each run."""
     height = 0.6 + 1.8 * max(len(panels), 2)  # small: legible at a width of 600 pixels
@@ -64,9 +78,13 @@ def draw(runs: list[Path], panels: list[str]) -> plt.Figure:
             styles = {"train": "-", "val": "o"} if key == "loss" else {"train": "-"}
             for event, style in styles.items():
                 points = [(line["step"], line[key]) for line in read(run, event) if key in line]
+                if key == "lr":
+                    points = rates(run)
                 label = f"{run}: {'training' if event == 'train' else 'validation'}"
                 axis.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
-        if key != "loss":
+        if key == "loss":
+            axis.set_yscale("log")
+        else:
             axis.set_ylim(0, 1.1 * axis.dataLim.y1)
     axes.flat[0].legend()
     axes.flat[-1].set_xlabel("optimizer step")

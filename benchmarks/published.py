@@ -81,7 +81,7 @@ def estimate(row: dict[str, str]) -> float:
         moments //= 2
     states = States(weights, gradients, moments)
     # The largest of the phases of a step.
-    unsharded, _, total = memory_estimator.PEAKS[args.fsdp](model, args, states, kept, block)
+    unsharded, _, total = memory_estimator.peaks(model, args, states, kept, block)
     if "no-fsdp" in differences:
         total -= unsharded
     return total / UNITS[row["unit"]]

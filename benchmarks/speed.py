@@ -2,8 +2,8 @@
 
     pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
     python benchmarks/speed.py
+    python benchmarks/speed.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
     python benchmarks/speed.py --preset gpu --processes 8 --against trainer
-    python benchmarks/speed.py --against bare --before ../before    # a worktree of another commit
 
 - trl: SFTTrainer with packing and assistant_only_loss against llama_fsdp.py, on chats.
 - seq2seq: Seq2SeqTrainer, group_by_length and a padding collator against T5_training.py, on pairs.
@@ -12,24 +12,27 @@
   against llama_fsdp.py, on random tokens. The mean losses of all steps agree.
 
 Programs of one comparison have the same weights, rows, global batch, precision and optimizer,
-without dropout and recomputation. They are launched in turn, and time the same number of steps
-after two others; the table has the medians of the launches. On a CPU the trainers use
-DistributedDataParallel, so compare them with ours under ddp. CPU seconds are those of rank 0 and
-vary less than wall time. A target is a predicted token that is not padding. The loss that a trainer
-reports for its first step is compared with that of the model alone, one sample at a time.
+without dropout and recomputation. All are launched together and take turns, a step each, so that
+what else the machine does slows all alike. Times are those of the steps after two others. On a CPU
+the trainers use DistributedDataParallel, so compare them with ours under ddp. CPU seconds are those
+of rank 0 and vary less than wall time. A target is a predicted token that is not padding. The loss
+that a trainer reports for its first step is compared with that of the model alone, one sample at a
+time.
 
-`--before` also launches the scripts of another tree, and compares ours with them. All train on the
-docstrings of Python's library.
+Without --tasks (instructions of self-instruct) and --articles (`document` and `summary` in each
+line), all train on the docstrings of Python's library.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -55,6 +58,8 @@ if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|i
 }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n'
 }}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"""
 WARM_UP = 2  # steps that are not timed
+TURN = Path("turn")  # has the name of the loop that makes a step
+FAILED = "failed"
 OTHERS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dropout_rate": 0.0,
           "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 BUILT_IN = memory_estimator.BUILT_IN
@@ -77,11 +82,11 @@ PRESETS = {  # models, as lines of memory_estimator.SIZES; tokens of a pack and 
     },
 }
 FLAGS = {  # of our script in each comparison
-    "trl": "--model-name ./llama --dataset chats.jsonl --val-dataset chats-few.jsonl "
+    "trl": "--model-name ./llama --dataset chats.jsonl --val-dataset chats.jsonl "
     "--max-seq-length {pack} --batch-size 2 --activation-checkpointing none",
-    "seq2seq": "--model-name ./t5 --dataset pairs.jsonl --val-dataset pairs-few.jsonl "
+    "seq2seq": "--model-name ./t5 --dataset pairs.jsonl --val-dataset pairs.jsonl "
     "--source-column source --target-column target --batch-size 8",
-    "trainer": "--model-name ./gpt2 --dataset texts.jsonl --val-dataset texts-few.jsonl "
+    "trainer": "--model-name ./gpt2 --dataset texts.jsonl --val-dataset texts.jsonl "
     "--block-size {block} --batch-size 8",
     "bare": "--model-name ./bare --dataset texts.jsonl --max-seq-length {pack} --batch-size 1 "
     "--activation-checkpointing none --weight-decay 0",
@@ -99,22 +104,44 @@ OURS = {
 }
 
 
-def write_rows(count: int) -> list[str]:
-    """Write chats, pairs and texts to files in the working directory, and the first eight rows of
-    each to others. Return all texts."""
+def read_lines(path: str) -> list[dict]:
+    """Return the rows of a file of JSON lines."""
+    return list(map(json.loads, Path(path).read_text().splitlines()))
+
+
+def tasks(path: str) -> list[tuple[str, str]]:
+    """Return prompt and output of each instance of self-instruct's tasks that has an output."""
+    turns = []
+    for task in read_lines(path):
+        for instance in task["instances"]:
+            prompt = f"{task['instruction']}\n{instance['input']}".strip()
+            if instance["output"].strip():
+                turns.append((prompt, instance["output"]))
+    return turns
+
+
+def write_rows(options: argparse.Namespace) -> list[str]:
+    """Write chats, pairs and texts to files in the working directory. Return all texts."""
     rows = list(docstrings.rows())
+    pairs = [(row["text"], row["headline"]) for row in rows[: options.rows]]
+    turns = [(headline, text) for text, headline in pairs]
+    texts = [row["text"] for row in rows]
+    if options.tasks:
+        turns = tasks(options.tasks)
+    if options.articles:
+        pairs = [(row["document"], row["summary"]) for row in read_lines(options.articles)]
     files: dict[str, list[dict]] = {"chats": [], "pairs": [], "texts": []}
-    for row in rows[:count]:
-        question = {"role": "user", "content": row["headline"]}
-        answer = {"role": "assistant", "content": row["text"]}
-        files["chats"].append({"messages": [question, answer]})
-        files["pairs"].append({"source": row["text"], "target": row["headline"]})
-        files["texts"].append({"text": row["text"]})
+    for question, answer in turns:
+        asked = {"role": "user", "content": question}
+        files["chats"].append({"messages": [asked, {"role": "assistant", "content": answer}]})
+    for source, target in pairs:
+        files["pairs"].append({"source": source, "target": target})
+    for text in texts[: options.rows]:
+        files["texts"].append({"text": text})
     for name, records in files.items():
         lines = [json.dumps(record) + "\n" for record in records]
         Path(f"{name}.jsonl").write_text("".join(lines))
-        Path(f"{name}-few.jsonl").write_text("".join(lines[:8]))
-    return [row["text"] for row in rows]
+    return [*texts, *itertools.chain.from_iterable([*turns, *pairs])]
 
 
 def write_models(preset: str, texts: list[str]) -> None:
@@ -145,31 +172,46 @@ def write_models(preset: str, texts: list[str]) -> None:
 
 
 class Clock(transformers.TrainerCallback):
-    """The time of a number of steps after WARM_UP others, and the targets of this rank in each."""
+    """The turns of a loop, which makes a step in each, their times, and this rank's targets."""
 
-    def __init__(self, steps: int):
-        self.last = WARM_UP + steps
-        self.done = 0
-        self.times: list[tuple[float, float]] = []
+    def __init__(self, loop: str, loops: list[str], steps: int):
+        self.loop, self.next = loop, loops[loops.index(loop) - 1]
+        self.last = WARM_UP + steps + 1  # in the last, which is not timed, other loops have ended
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.targets: list[int] = []
 
+    def wait(self) -> None:
+        """Wait for the turn of this loop, on all ranks; exit if another loop has failed."""
+        while (turn := TURN.read_text()) != self.loop:
+            if turn == FAILED:
+                os._exit(1)
+            time.sleep(1e-3)
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
+
+    def on_train_begin(self, *_: object, **options: object) -> None:
+        """Wait for the first turn. A trainer calls this itself, and the following method."""
+        self.wait()
+
     def on_step_end(self, *_: object, **options: object) -> None:
-        """Note that a step is done. A trainer calls this itself."""
-        self.done += 1
-        if self.done in (WARM_UP, self.last):
-            synchronize()
-            self.times.append((time.perf_counter(), time.process_time()))
+        """Note the time of a step, give the turn to the next loop, and wait for another."""
+        synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+        self.cpu_seconds.append(time.process_time() - self.cpu_start)
+        dist.barrier(group=ranks.cpu_group)
+        if dist.get_rank() == 0:
+            TURN.write_text(self.next)
+        if len(self.seconds) < self.last:
+            self.wait()
 
     def result(self) -> dict[str, float]:
-        """Return the measurements of all ranks."""
-        timed = self.targets[WARM_UP : self.last]
-        (targets,) = ranks.host_sums([sum(timed)])
-        (start, cpu_start), (end, cpu_end) = self.times
+        """Return the measurements: the targets are those of all ranks, the times of this one."""
+        timed = slice(WARM_UP, self.last - 1)
+        (targets,) = ranks.host_sums([sum(self.targets[timed])])
         return {
-            # Of all ranks; the seconds are those of this one.
-            "targets/s": targets / (end - start),
-            "s": (end - start) / len(timed),
-            "CPU s": (cpu_end - cpu_start) / len(timed),
+            "targets/s": targets / sum(self.seconds[timed]),
+            "s": median(self.seconds[timed]),
+            "CPU s": median(self.cpu_seconds[timed]),
         }
 
 
@@ -178,6 +220,7 @@ def run_ours(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     backward, clip, optimizer and schedule. Return the measurements."""
 
     def steps(loader: Steps, _: torch.nn.Module) -> Steps:
+        clock.wait()
         for _, batches in zip(range(clock.last), loader, strict=False):
             clock.targets.append(sum(batch["targets"] for batch in batches))
             yield batches
@@ -198,6 +241,7 @@ def run_bare(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     collate = partial(micro_batches, collate=chat_dataset.collate, optim=args.optim)
     losses = []
     model.train()
+    clock.wait()
     for (batch,) in DataLoader(rows, batch_sampler=sampler, collate_fn=collate):
         clock.targets.append(batch["targets"])
         batch = ranks.to_device(batch, device)
@@ -270,39 +314,27 @@ def trl_trainer(args: Any, steps: int) -> transformers.Trainer:
 
 
 def seq2seq_trainer(args: Any, steps: int) -> transformers.Trainer:
-    """Return the Seq2SeqTrainer of Transformers' run_summarization.py, with group_by_length."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model.model_name)
+    """Return the Seq2SeqTrainer of Transformers' run_summarization.py, with group_by_length, on the
+    tokens of T5_training.py."""
     model = load_whole(args, transformers.T5ForConditionalGeneration)
-
-    def tokenize(row: dict[str, str]) -> dict[str, list[int]]:
-        source = f"summarize: {row['source']}{tokenizer.eos_token}"
-        target = row["target"] + tokenizer.eos_token
-        limits = {"truncation": True, "return_token_type_ids": False}
-        inputs = tokenizer(source, max_length=args.data.source_length, **limits)
-        labels = tokenizer(target, max_length=args.data.target_length, **limits)
-        return {**inputs, "labels": labels["input_ids"]}
-
-    rows = Dataset.from_json(args.data.dataset[0])
-    rows = rows.map(tokenize, remove_columns=rows.column_names)
     options = transformers.Seq2SeqTrainingArguments(
         train_sampling_strategy="group_by_length",
         **trainer_options(args, "T5Block", steps),
     )
+    tokenizer = AutoTokenizer.from_pretrained(args.model.model_name)
     collator = transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
+    rows = read_rows(args)
     return transformers.Seq2SeqTrainer(model, options, train_dataset=rows, data_collator=collator)
 
 
 def clm_trainer(args: Any, steps: int) -> transformers.Trainer:
-    """Return the Trainer of Transformers' run_clm.py, on joined texts in blocks of one length."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model.model_name)
+    """Return the Trainer of Transformers' run_clm.py, on the blocks of gpt2_fsdp.py."""
     model = load_whole(args, transformers.GPT2LMHeadModel)
-    texts = Dataset.from_json(args.data.dataset[0])["text"]
-    ids = tokenizer(tokenizer.eos_token.join([*texts, ""]))["input_ids"]
-    size = args.data.block_size
-    blocks = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
-    # The Trainer's model shifts the labels.
-    rows = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
     options = transformers.TrainingArguments(**trainer_options(args, "GPT2Block", steps))
+    # The Trainer's model shifts the labels, so its blocks have no further token.
+    size = args.data.block_size
+    blocks = [row["input_ids"][:size] for row in read_rows(args) if len(row["input_ids"]) > size]
+    rows = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
     collator = transformers.default_data_collator
     return transformers.Trainer(model, options, train_dataset=rows, data_collator=collator)
 
@@ -367,9 +399,9 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
 
 def worker(options: argparse.Namespace) -> None:
     """Run a loop of a comparison on this rank; rank 0 prints the measurements as JSON."""
-    name, loop = options.worker
+    name, loop, *loops = options.worker
     script = importlib.import_module(SCRIPTS[name])
-    clock = Clock(options.steps)
+    clock = Clock(loop, loops, options.steps)
     flags = FLAGS[name].format(**PRESETS[options.preset]).split()
     flags += [*ENDLESS, "--log-every", clock.last, "--output-dir", f"output/{os.getpid()}"]
     args = parse(script, *flags, *OURS.get(loop, []))
@@ -391,7 +423,7 @@ def read_rows(args: Any) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(args.model.model_name)
     data = sys.modules[type(args.data).__module__]
     if data is chat_dataset:
-        data.set_chat_template(tokenizer, args.data.chat_template)
+        data.set_chat_template(tokenizer, args.data)
     return ranks.local_main_process_first(data.load, args.data, tokenizer)[0]
 
 
@@ -403,22 +435,18 @@ def random_rows(args: Any, steps: int) -> list:
     return [[{"input_ids": row, "labels": row}] for row in ids]
 
 
-def report(results: dict[str, list[dict]]) -> None:
-    """Print the medians of each loop's launches, relative to the same loop before or the first."""
+def report(results: dict[str, dict]) -> None:
+    """Print each loop, relative to the first."""
     print("| loop | targets/s | ratio | s a step | CPU s a step | ratio | mean loss |")
     print("|---|---|---|---|---|---|---|")
-    medians = {}
-    for loop, launches in results.items():
-        medians[loop] = {key: median(x[key] for x in launches) for key in launches[0]}
-    first = next(iter(medians.values()))
-    for loop, row in medians.items():
-        base = medians.get(f"before: {loop}", first)
-        speed = f"{row['targets/s']:,.0f} | {row['targets/s'] / base['targets/s']:.2f}"
-        cpu = f"{row['CPU s']:.3f} | {row['CPU s'] / base['CPU s']:.2f}"
+    first = next(iter(results.values()))
+    for loop, row in results.items():
+        speed = f"{row['targets/s']:,.0f} | {row['targets/s'] / first['targets/s']:.2f}"
+        cpu = f"{row['CPU s']:.3f} | {row['CPU s'] / first['CPU s']:.2f}"
         print(f"| {loop} | {speed} | {row['s']:.3f} | {cpu} | {row.get('mean loss', '')} |")
-    if "reported" in row:
-        print(f"\n{loop} reports a loss of {row['reported']:.6f} for its first step; the model "
-              f"alone has {row['alone']:.6f}.")  # fmt: skip
+        if "reported" in row:
+            print(f"\n{loop} reports a loss of {row['reported']:.6f} for its first step; the model "
+                  f"alone has {row['alone']:.6f}.")  # fmt: skip
 
 
 def main() -> None:
@@ -431,35 +459,37 @@ def main() -> None:
     add("--processes", type=int, default=2, help="ranks, one per GPU")
     add("--against", nargs="+", choices=list(FLAGS), default=list(FLAGS), help="comparisons")
     add("--rows", type=int, default=800, help="number of docstrings")
-    add("--steps", type=int, default=20, help="timed steps of a launch")
-    add("--rounds", type=int, default=3, help="launches of each loop, in turn")
-    add("--before", type=os.path.abspath, help="another tree, to compare ours with")
-    add("--worker", nargs=2, help=argparse.SUPPRESS)  # comparison, loop
+    add("--tasks", type=os.path.abspath, help="file of chats, in place of docstrings")
+    add("--articles", type=os.path.abspath, help="file of pairs, in place of docstrings")
+    add("--steps", type=int, default=20, help="timed steps of each loop")
+    add("--worker", nargs="+", help=argparse.SUPPRESS)  # comparison, loop, all loops
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        write_models(options.preset, write_rows(options.rows))
+        write_models(options.preset, write_rows(options))
         for name in options.against:
             compare(name, options)
 
 
 def compare(name: str, options: argparse.Namespace) -> None:
-    """Launch the loops of a comparison in turn, and print the table."""
+    """Launch the loops of a comparison together, and print the table."""
     ours = ["ours, FSDP1", "ours, FSDP2"] if name == "bare" else ["ours, ddp", "ours, FSDP1"]
-    print(f"\n{SCRIPTS[name]}.py, {options.steps} steps in {options.rounds} launches\n")
-    results: dict[str, list[dict]] = {}
-    for _ in range(options.rounds):
-        for loop in (*ours, name):
-            words = [__file__, "--preset", options.preset, "--steps", options.steps]
-            words += ["--worker", name, loop]
-            if options.before and loop in OURS:
-                before = launch(options.processes, *words, tree=options.before)
-                results.setdefault(f"before: {loop}", []).append(before)
-            results.setdefault(loop, []).append(launch(options.processes, *words))
-    report(results)
+    loops = [*ours, name]
+    print(f"\n{SCRIPTS[name]}.py, {options.steps} steps in turn\n")
+    TURN.write_text(loops[0])
+    words = [__file__, "--preset", options.preset, "--steps", options.steps, "--worker", name]
+    futures = {}
+    with ThreadPoolExecutor(len(loops)) as pool:
+        for loop in loops:
+            futures[loop] = pool.submit(launch, options.processes, *words, loop, *loops)
+        for future in as_completed(futures.values()):
+            if error := future.exception():
+                TURN.write_text(FAILED)  # ends the others
+                raise error
+    report({loop: future.result() for loop, future in futures.items()})
 
 
 if __name__ == "__main__":

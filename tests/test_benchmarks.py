@@ -43,7 +43,7 @@ def test_largest_batch_is_searched():
 def test_peer_trainers_report_the_same_loss(peer, factor):
     """The losses agree up to the factors listed in RESULTS.md."""
     pytest.importorskip("trl" if peer == "trl" else "accelerate", reason=f"{peer} needs it")
-    table = run(f"speed.py --against {peer} --rows 40 --steps 1 --rounds 1")
+    table = run(f"speed.py --against {peer} --rows 40 --steps 1")
     for name in ("ours, ddp", "ours, FSDP1", peer):
         assert len(re.findall(rf"^\| {name} \|", table, re.M)) == 1
     reported, single = re.search(
@@ -53,10 +53,9 @@ def test_peer_trainers_report_the_same_loss(peer, factor):
 
 
 @pytest.mark.slow
-def test_bare_loop_and_other_tree_have_the_same_losses():
-    flags = f"--against bare --steps 1 --rounds 1 --before {ROOT}"
-    losses = re.findall(r"\| ([\d.]+) \|$", run(f"speed.py {flags}"), re.M)
-    assert len(losses) == 5
+def test_bare_loop_has_the_same_losses():
+    losses = re.findall(r"\| ([\d.]+) \|$", run("speed.py --against bare --steps 1"), re.M)
+    assert len(losses) == 3
     for loss in losses:
         assert float(loss) == pytest.approx(float(losses[0]), abs=1e-5)
 
@@ -106,11 +105,11 @@ def test_each_command_for_one_borrowed_gpu_starts_on_a_cpu(phase, tmp_path):
 
 def test_command_for_one_borrowed_gpu_ends_at_its_limit_and_keeps_its_output(tmp_path):
     """The commands without time are named."""
-    (tmp_path / "python").write_text("#!/bin/sh\necho '| kept |'\nexec sleep 60\n")
+    (tmp_path / "python").write_text("#!/bin/sh\necho '| kept |'\nexec sleep 6000\n")
     (tmp_path / "python").chmod(0o755)
     plan(tmp_path, "b", folder=tmp_path, LIMIT="5")
     lines = (tmp_path / "summary.txt").read_text().splitlines()
-    assert lines[0].startswith("b-7b: exit code 124 after 5")
+    assert lines[0].startswith("b-7b: exit code 124 after ")
     assert lines[1:] == ["| kept |", "b-70b: no time left"]
 
 

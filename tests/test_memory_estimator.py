@@ -205,6 +205,30 @@ def test_tables_say_what_fits(flags, strategy, peak, nodes, monkeypatch, capsys)
     assert rows[1][strategy][2:4] == [str(nodes == 1), str(nodes)]
 
 
+@pytest.mark.parametrize("flags, script, words", [
+    ("--model-name llama-2-70b", "llama_fsdp", "blocks --max-seq-length 2048 --cpu-offload"),
+    ("--model-name llama-2-70b --nodes 3", "llama_fsdp", "--rdzv-endpoint HOST:29500"),
+    ("--model-name tiny-t5 --fsdp 2", "T5_training", "--target-length 64 --fsdp 2"),
+    ("--model-name gpt2-xl --batch-size 4", "gpt2_fsdp", "openai-community/gpt2-xl"),
+    ("--lora-rank 8 --lora-targets q_proj v_proj", "llama_fsdp", "--lora-targets q_proj v_proj"),
+])  # fmt: skip
+def test_command_of_what_fits_is_accepted_by_the_script(
+    flags, script, words, tmp_path, monkeypatch, capsys
+):
+    memory_estimator.main(flags.split())
+    line = capsys.readouterr().out.splitlines()[-1]
+    command, program, rest = line.partition(f" {script}.py ")
+    assert program and words in line and command.startswith("torchrun --nnodes ")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "headline": "b"}\n')
+    data = ["--dataset", str(tmp_path / "rows.jsonl"), "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [script, *rest.split(), *data])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    args = importlib.import_module(script).parse_args()
+    assert args.sharding.strategy == "full_shard"
+
+
 def test_defaults_of_a_copy_are_estimated(tmp_path, capsys):
     old = "field(default_factory=block_dataset.Data)"
     new = "field(default_factory=lambda: block_dataset.Data(block_size=512))"

@@ -59,24 +59,23 @@ KEYS = {  # what the columns of SIZES are called in a config
 }
 OTHERS = {"llama": {"max_position_embeddings": 4096}, "t5": {"decoder_start_token_id": 0}}
 SIZES = """
-llama  llama-2-7b      4096  11008  32  32  32  32000
-llama  llama-2-13b     5120  13824  40  40  40  32000
-llama  llama-2-70b     8192  28672  80  64   8  32000
-llama  tinyllama-1.1b  2048   5632  22  32   4  32000
-llama  tiny             128    384   4   4   2    384
-gpt2   gpt2             768     12  12  50257
-gpt2   gpt2-medium     1024     24  16  50257
-gpt2   gpt2-large      1280     36  20  50257
-gpt2   gpt2-xl         1600     48  25  50257
-gpt2   tiny-gpt2        128      4   4    384
-t5     t5-small         512     64   2048   6    8  32128
-t5     t5-base          768     64   3072  12   12  32128
-t5     t5-large        1024     64   4096  24   16  32128
-t5     t5-3b           1024    128  16384  24   32  32128
-t5     t5-11b          1024    128  65536  24  128  32128
-t5     tiny-t5          128     32    512   2    4    384
+llama  meta-llama/Llama-2-7b-hf     4096  11008  32  32  32  32000
+llama  meta-llama/Llama-2-13b-hf    5120  13824  40  40  40  32000
+llama  meta-llama/Llama-2-70b-hf    8192  28672  80  64   8  32000
+llama  TinyLlama/TinyLlama-1.1B-Chat-v1.0 2048   5632  22  32   4  32000
+llama  tiny                          128    384   4   4   2    384
+gpt2   openai-community/gpt2         768     12  12  50257
+gpt2   openai-community/gpt2-medium 1024     24  16  50257
+gpt2   openai-community/gpt2-large  1280     36  20  50257
+gpt2   openai-community/gpt2-xl     1600     48  25  50257
+gpt2   tiny-gpt2                     128      4   4    384
+t5     google-t5/t5-small            512     64   2048   6    8  32128
+t5     google-t5/t5-base             768     64   3072  12   12  32128
+t5     google-t5/t5-large           1024     64   4096  24   16  32128
+t5     google-t5/t5-3b              1024    128  16384  24   32  32128
+t5     google-t5/t5-11b             1024    128  65536  24  128  32128
+t5     tiny-t5                       128     32    512   2    4    384
 """
-BUILT_IN = {line.split()[1]: line for line in SIZES.strip().splitlines()}
 # GPU and CPU bytes per parameter of AdamW's fp32 moments. Paged moments count as CPU memory,
 # because the driver moves them there when the GPU is full (Dettmers et al. 2023).
 OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8)}
@@ -95,6 +94,8 @@ TABLES = {  # title: the key of an estimate for each column
         "min nodes": "smallest_nodes", "CPU, node": "cpu_peak_bytes_per_node", "compute": "compute",
     },
 }  # fmt: skip
+COMMAND = ("fsdp", "precision", "batch_size", "gradient_accumulation_steps", "optimizer",
+           "cpu_offload")  # fmt: skip
 LEGEND = """units: unsharded parameters and gradients. peak: below the sum, as activations and
 gradients do not peak together. CPU, node: memory of all processes of a node, with offload.
 compute: FLOPs of a step, relative to those without recomputation."""
@@ -149,8 +150,19 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def short_name(name: str) -> str:
-    """Return the last part of a hub id in lower case, such as llama-2-7b."""
-    return name.rpartition("/")[2].lower().removesuffix("-hf")
+    """Return the last part of a hub id in lower case without suffixes, such as llama-2-7b."""
+    return name.rpartition("/")[2].lower().removesuffix("-hf").removesuffix("-chat-v1.0")
+
+
+def hub_id(name: str) -> str:
+    """Return the --model-name that a script takes for one of this program."""
+    if Path(name).exists() or short_name(name) not in BUILT_IN:
+        return name
+    full_name = BUILT_IN[short_name(name)].split()[1]
+    return full_name if "/" in full_name else "tiny"
+
+
+BUILT_IN = {short_name(line.split()[1]): line for line in SIZES.strip().splitlines()}
 
 
 def new_config(line: str, **others: Any) -> transformers.PretrainedConfig:
@@ -163,9 +175,9 @@ def new_config(line: str, **others: Any) -> transformers.PretrainedConfig:
 def load_config(name: str) -> transformers.PretrainedConfig:
     """Return the config of a path, a built-in size or a hub id. Raise Problem if there is none."""
     path = Path(name)
-    if not path.exists() and short_name(name) in BUILT_IN:
-        return new_config(BUILT_IN[short_name(name)])
     if not path.exists():
+        if short_name(name) in BUILT_IN:
+            return new_config(BUILT_IN[short_name(name)])
         path = weights.find_directory(name, ["config.json"])
     return weights.read_settings(transformers.AutoConfig, path)
 
@@ -274,6 +286,8 @@ class States(NamedTuple):
 class Model:
     """A model and one micro-batch of it on one GPU."""
 
+    script: str  # the file
+    lengths: dict[str, int]  # the script's flags for tokens in a sample
     units: list[list[Weight]]  # parameters by FSDP unit, the root's first
     parameters: int  # elements, as below
     trained: int
@@ -300,9 +314,13 @@ def read_model(args: Args) -> Model:
     script = load_script(args, config)
     is_tiny = short_name(args.model_name).split("-")[0] == "tiny"
     data = script.TINY.data if is_tiny else script.Args().data
-    lengths = [getattr(data, name) for name in LENGTH_FLAGS if hasattr(data, name)]
-    args.seq_length = args.seq_length or max(lengths, default=OTHER_LENGTH)
+    names = [name for name in LENGTH_FLAGS if hasattr(data, name)]
+    defaults = [getattr(data, name) for name in names] or [OTHER_LENGTH]
+    args.seq_length = args.seq_length or max(defaults)
     args.target_length = args.target_length or getattr(data, "target_length", args.seq_length)
+    lengths = dict.fromkeys(names, args.seq_length)
+    if hasattr(data, "target_length"):
+        lengths["target_length"] = args.target_length
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
     compute = policies.PRECISIONS[args.precision].param_dtype
@@ -320,6 +338,8 @@ def read_model(args: Args) -> Model:
         tokens = min(args.batch_size * args.seq_length, CHUNK)
     # The fields for activations are filled by the forward pass below.
     result = Model(
+        script=args.script or f"{script.__name__}.py",
+        lengths=lengths,
         units=weights_by_unit(script, model, blocks, in_4bit),
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -564,7 +584,7 @@ def memory(model: Model, args: Args) -> dict[str, int]:
         cpu = pinned_bytes(model, args, units, shards) + moments
         states = States(scales, 0, 0)
     kept, block = model.activations[args.activation_checkpointing]
-    unsharded, logits, total = PEAKS[args.fsdp](model, args, states, kept, block)
+    unsharded, logits, total = peaks(model, args, states, kept, block)
     peak = max(total, save, resume)
     return {
         "parameter_bytes": states.parameters,
@@ -636,78 +656,89 @@ def loss_bytes(model: Model, args: Args) -> int:
     return max(held + at_work, 2 * gradient)
 
 
-def fsdp1_peak(
-    model: Model, args: Args, states: States, kept: int, block: int
-) -> tuple[int, int, int]:
-    """Return the bytes of unsharded tensors, of the loss, and at the peak of a step with FSDP1 or
-    DDP. `kept` are the bytes that autograd keeps, `block` those added while one is recomputed.
+class Unsharded(NamedTuple):
+    """Bytes of unsharded tensors on a GPU: shown in the tables, held all the time, and added in the
+    loss, in a block and at the end of the root's backward pass."""
+
+    shown: int
+    held: int
+    in_loss: int = 0
+    in_block: int = 0
+    in_root: int = 0
+
+
+def unsharded_by_fsdp1(model: Model, args: Args) -> Unsharded:
+    """Return the unsharded tensors of FSDP1 or DDP.
 
     FULL_SHARD and HYBRID_SHARD hold unsharded parameters, in the compute dtype, of the root, the
     current unit and the prefetched one; SHARD_GRAD_OP those of all units. Unsharded gradients are
     those of the root, the current unit and the one being reduced. A single GPU shards nothing, but
     casts a unit at a time. DDP holds the casts of autocast, and its gradients are in buckets.
-
-    The peak is in the loss, before there are gradients, or in the blocks, after the logits are
-    freed. In the blocks activations are freed as gradients arrive, so only the larger of the two
-    counts. With accumulation both phases have all gradients.
     """
-    itemsize = args.itemsize
     shards, units = layout(model, args)
     root, *others = (unit.trained for unit in units)
+    if args.strategy == "ddp":
+        casts = root * (args.itemsize % 4)
+        return Unsharded(casts, casts)
     pairs = itertools.pairwise([*others, 0])
-    at_work = root + max((unit + next_unit for unit, next_unit in pairs), default=0)
+    at_work = root + max(unit + next_unit for unit, next_unit in pairs)
     parameters = at_work
     if args.strategy == "shard_grad_op" and shards > 1:
         parameters = root + sum(others)
-    unsharded = itemsize * (parameters + at_work)
-    if args.strategy == "ddp":
-        unsharded = root * (itemsize % 4)
-    logits = loss_bytes(model, args)
-    in_loss = kept + logits
-    in_block = kept + states.gradients + block
-    if args.gradient_accumulation_steps > 1 or args.strategy == "ddp":
-        in_loss += states.gradients
-    else:
-        in_block -= min(states.gradients, kept)
-    peak = states.parameters + states.moments + unsharded + max(in_loss, in_block)
-    return unsharded, logits, peak
+    held = args.itemsize * (parameters + at_work)
+    return Unsharded(held, held)
 
 
-def fsdp2_peak(
-    model: Model, args: Args, states: States, kept: int, block: int
-) -> tuple[int, int, int]:
-    """Return what `fsdp1_peak` does, with the unsharded tensors in a block's backward pass.
+def unsharded_by_fsdp2(model: Model, args: Args) -> Unsharded:
+    """Return the unsharded tensors of FSDP2, according to FSDPMemTracker of torch 2.13.
 
-    The peak is in one of three phases, according to FSDPMemTracker of torch 2.13: the loss; a
-    block, with its parameters and gradients, the next block's parameters and the previous block's
-    gradients; or the root, with all gradients and, for a tied weight, those of both uses and their
-    sum.
+    A block has its parameters and gradients, the next block's parameters and the previous block's
+    gradients. In the root a tied weight has the gradients of both uses and their sum.
     """
     compute = args.itemsize
     reduce = policies.PRECISIONS[args.precision].reduce_dtype.itemsize
     _, (root, *others) = layout(model, args)
-    gathered = root.gathered
+    held = root.gathered
     if args.strategy == "shard_grad_op":
-        gathered += sum(unit.gathered for unit in others)
+        held += sum(unit.gathered for unit in others)
     at_work = 0
     for unit, next_unit in itertools.pairwise([*others, Unit()]):
         gradients = (compute + reduce) * unit.trained
         at_work = max(at_work, unit.gathered + gradients + next_unit.gathered)
     at_work += compute * model.largest_in_4bit  # dequantized for one matrix product
     tied_gradient = compute * model.trained_head * model.is_tied
+    return Unsharded(
+        shown=held + at_work,
+        held=held,
+        in_loss=others[-1].gathered,
+        in_block=at_work + tied_gradient,
+        in_root=reduce * others[-1].trained + 3 * tied_gradient,
+    )
+
+
+UNSHARDED = {1: unsharded_by_fsdp1, 2: unsharded_by_fsdp2}
+
+
+def peaks(model: Model, args: Args, states: States, kept: int, block: int) -> tuple[int, int, int]:
+    """Return the bytes of unsharded tensors, of the loss, and at the peak of a step. `kept` are the
+    bytes that autograd keeps, `block` those added while one is recomputed.
+
+    The peak is in the loss, before there are gradients; in the blocks, after the logits are freed;
+    or in the root, with all gradients. In the blocks activations are freed as gradients arrive, so
+    only the larger of the two counts. With accumulation, and in DDP's buckets, all phases have all
+    gradients.
+    """
+    unsharded = UNSHARDED[args.fsdp](model, args)
     logits = loss_bytes(model, args)
-    in_loss = kept + others[-1].gathered + logits
-    in_block = kept + states.gradients + at_work + tied_gradient + block
-    in_root = states.gradients + reduce * others[-1].trained + 3 * tied_gradient
-    if args.gradient_accumulation_steps == 1:
-        in_block -= min(states.gradients, kept)  # activations are freed as gradients arrive
-    else:
+    in_loss = kept + logits + unsharded.in_loss
+    in_block = kept + states.gradients + block + unsharded.in_block
+    if args.gradient_accumulation_steps > 1 or args.strategy == "ddp":
         in_loss += states.gradients
-    peak = states.parameters + states.moments + gathered + max(in_loss, in_block, in_root)
-    return gathered + at_work, logits, peak
-
-
-PEAKS = {1: fsdp1_peak, 2: fsdp2_peak}
+    else:
+        in_block -= min(states.gradients, kept)
+    phases = in_loss, in_block, states.gradients + unsharded.in_root
+    peak = states.parameters + states.moments + unsharded.held + max(phases)
+    return unsharded.shown, logits, peak
 
 
 def estimate(model: Model, args: Args) -> dict[str, Any]:
@@ -749,6 +780,34 @@ def estimates(model: Model, args: Args) -> list[dict[str, Any]]:
     return rows
 
 
+def command(model: Model, args: Args, rows: list[dict[str, Any]]) -> str:
+    """Return the torchrun command, without the flags of the data, of the fastest row of full_shard
+    that fits, or else of one that fits on the fewest nodes."""
+    rows = [row for row in rows if row["strategy"] == "full_shard" and row["smallest_nodes"]]
+    if not rows:
+        return "full_shard fits on no number of nodes. Lower --batch-size or --seq-length."
+    for row in rows:
+        row["nodes"] = args.nodes if row["fits"] else row["smallest_nodes"]
+    row = min(rows, key=lambda row: (row["nodes"], row["cpu_offload"], row["compute"]))
+    nodes = row["nodes"]
+    line = f"torchrun --nnodes {nodes} --nproc_per_node {args.gpus_per_node}"
+    if nodes > 1:
+        line += " --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id 1"
+    line += f" {model.script} --model-name {hub_id(args.model_name)} --strategy full_shard"
+    line += f" --activation-checkpointing {row['activation_checkpointing']}"
+    values = vars(args) | row | model.lengths
+    adapters = ("lora_rank", "load_in_4bit") if args.lora_rank else ()
+    for name in (*model.lengths, *COMMAND, *adapters):
+        flag = f" --{name.replace('_', '-')}"
+        if isinstance(values[name], bool):
+            line += flag if values[name] else flag.replace("--", "--no-")
+        elif values[name] != getattr(Args, name, None):
+            line += f"{flag} {values[name]}"
+    if args.lora_targets:
+        line += f" --lora-targets {' '.join(args.lora_targets)}"
+    return line
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the tables, or JSON."""
     args = parse_args(argv)
@@ -769,7 +828,7 @@ def main(argv: list[str] | None = None) -> None:
                 value = f"{row[key] / 1e9:,.2f}" if "bytes" in key else str(row[key])
                 line += f"{value:>10}"
             print(line)
-    print(f"\n{LEGEND}")
+    print(f"\n{LEGEND}\n\n{command(model, args, rows)}")
 
 
 if __name__ == "__main__":
