@@ -314,6 +314,8 @@ def train(
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.flags = vars(args.model) | vars(args.data) | vars(args.optim)
     state.flags |= vars(args.adapters)  # optional: lora
+    ends = weights.unwrapped(model).generation_config.eos_token_id
+    state.chat = {"template": tokenizer.chat_template, "ends": ends}  # for --export-only
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     snapshot = checkpoint.snapshot

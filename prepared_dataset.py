@@ -16,15 +16,12 @@ NOTES = "prepared.json"  # a file in a prepared directory: what it was made with
 FREE = ("dataset", "val_dataset", "data_dir", "chat_template", "packing", "group_by_length")
 
 
-def read_notes(args: Any, load_rows: Callable | None) -> dict:
-    """Return what --dataset, a prepared directory, was made with; {} if it is data that `load_rows`
-    loads. Raise Problem if that is None, and the directory is not one, or not the only data set."""
+def read_notes(args: Any) -> dict:
+    """Return what --dataset, a prepared directory, was made with; {} if it is other data."""
     path = Path(args.dataset[0]).expanduser() / NOTES
     names = [*args.dataset, *vars(args).get("val_dataset", ())]
     if len(names) == 1 and path.is_file():
         return json.loads(path.read_text())
-    if load_rows is None:
-        raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
     return {}
 
 
@@ -47,7 +44,9 @@ def load(
     a prepared directory, or what `load_rows` returns for other data. Raise Problem if a directory
     was made for another script, tokenizer or template, or with other flags."""
     name = args.dataset[0]
-    notes = read_notes(args, load_rows)
+    notes = read_notes(args)
+    if not notes and load_rows is None:
+        raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
     if not notes:
         return load_rows(args, tokenizer, evaluate_only)
     for key, value in made_with(args, tokenizer).items():

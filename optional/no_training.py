@@ -70,13 +70,16 @@ def run(
     if not (only.evaluate_only or only.export_only):
         return
     if uses_checkpoint(args):
-        identity = more_identity(model, tokenizer)
-        identity |= {"model": checkpoint.model_identity(model, shapes)}
-        checkpoint.compare_runs(newest, identity)
+        identity = {"model": checkpoint.model_identity(model, shapes)}
+        saved = checkpoint.compare_runs(newest, identity)
+        if "chat" in saved and not only.evaluate_only:  # the data may not be there
+            tokenizer.chat_template = saved["chat"]["template"]
+            weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
+        checkpoint.compare_runs(newest, more_identity(model, tokenizer))
         # Checkpoints lack weights that adapters freeze.
         keys = FileSystemReader(newest).read_metadata().state_dict_metadata
-        saved = {key.removeprefix("model.") for key in keys}
-        checkpoint.load_weights(newest, model, weights.saved_names(model) & saved)
+        names = weights.saved_names(model) & {key.removeprefix("model.") for key in keys}
+        checkpoint.load_weights(newest, model, names)
     if only.export_only:
         export(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:

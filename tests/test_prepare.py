@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib
+import shutil
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from conftest import launch, losses
@@ -10,6 +13,7 @@ from in_process import start
 from transformers import ByT5Tokenizer
 
 import chat_dataset
+import llama_fsdp
 from core.ranks import Problem
 
 SCRIPTS = {  # fixtures of --model-name and --dataset, other flags
@@ -76,3 +80,22 @@ def test_directory_is_refused_unless_it_was_prepared_for_the_run(
         message = "with the tokenizer and chat template [0-9a-f]"
     with pytest.raises(Problem, match=message):
         module.load(args, tokenizer)
+
+
+def test_export_only_needs_no_data(prepared, tmp_path):
+    """The template and the ends of generations that a directory was prepared with are the run's."""
+    data = Path(shutil.copytree(prepared, tmp_path / "data"))
+    flags = ["--dataset", data, "--model-name", "tiny", "--no-packing", "--max-steps", 1,
+             "--output-dir", tmp_path / "run"]  # fmt: skip
+    assert start(llama_fsdp, *flags) == 0
+    names = ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+    files = [tmp_path / "run/final" / name for name in names]
+    before = [path.read_text() for path in files if path.exists()]
+    assert len(before) > 1
+    shutil.rmtree(data)
+    shutil.rmtree(tmp_path / "run/final")
+    state = {"load_rows": None, "chats": mock.Mock(answer_ends=lambda _: [])}  # without prepare/
+    with mock.patch.multiple(chat_dataset, **state):
+        assert start(llama_fsdp, *flags, "--export-only") == 0
+        assert start(llama_fsdp, *flags, "--output-dir", tmp_path / "other") == 1
+    assert [path.read_text() for path in files if path.exists()] == before
