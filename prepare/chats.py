@@ -38,7 +38,6 @@ WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
              "thinking", "train")  # fmt: skip
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("--prompt-column", "--completion-column")
 FORMS = [("messages",), ("prompt", "completion"), ("input_ids",), ("content",)]
 FORMS = chat_formats.FORMS  # optional: chat_formats
@@ -88,7 +87,7 @@ Document = tuple  # ids, and labels: the ids of targets and otherwise -100
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    parts = partial(load_parts, args=args, tokenizer=tokenizer)
+    parts = partial(load_documents, args=args, tokenizer=tokenizer)
     draw = partial(draw_documents, length=args.max_seq_length)
     return sets.load_sets(args, parts, draw, evaluate_only)
 
@@ -99,15 +98,6 @@ def draw_documents(name: str, split: str, documents: Dataset, limit: int, length
     documents = sets.sample(documents, limit)
     documents = drop_cut(name, split, documents, length)
     return documents.select_columns(["input_ids", "labels"])
-
-
-def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
-    """Return the documents of one --dataset argument by split: train and, without --val-dataset,
-    validation."""
-    parts = load_documents(spec, tokenizer, args)
-    if "validation" in parts or args.val_dataset:
-        return parts
-    return read.hold_out(spec, parts["train"])
 
 
 @dataclass
@@ -213,8 +203,8 @@ def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> 
 
 def read_chat(row: dict, form: Form) -> Chat:
     """Return the turns of the chat in one or two columns of a row, and its tools or None. A turn is
-    not a target if its `train` is False. Raise ValueError if the row is unusable, and Unread if
-    columns or keys would be lost that may matter."""
+    not a target if its `train` is False. Raise ValueError if the row is unusable, and Problem
+    if columns or keys would be lost that may matter."""
     row = {column: row[column] for column in row if column not in form.ignored}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
     first, *others = form.columns
@@ -226,17 +216,20 @@ def read_chat(row: dict, form: Form) -> Chat:
         if turns[0].get("role") == "system":
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": system}, *turns]
-    lost = []
     for i, turn in enumerate(turns):
-        turns[i], keys = read_keys(turn, form.ignored)
-        check_turn(turns[i])
-        lost += [key for key in keys if key not in lost]
+        check_turn(turn)
+        form.check(turn, TURN_KEYS, turn["content"], "", "Write reasoning as reasoning_content. ")
+        kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
+        turns[i] = {key: turn[key] for key in turn if key in kept}
+    read = (*form.columns, *form.more)
     if not any(is_target(turn) for turn in turns):
-        columns = tables.unread(row, (*form.columns, *form.more), "")
+        columns = [column for column in row if column not in read]
         ways = [tables.with_flags(FLAGS, (first, column)) for column in columns]
         advice = f". For answers of a column, pass {' or '.join(ways)}" if ways else ""
         raise ValueError(f"the chat has no assistant turn to train on{advice}")
-    form.check(row, "\n\n".join(turn["content"] for turn in turns), lost)
+    if not form.is_named:
+        document = "\n\n".join(turn["content"] for turn in turns)
+        form.check(row, read, document, tables.with_flags(FLAGS, form.columns))
     if is_target(turns[0]):
         raise ValueError('the chat starts with an answer. Write "train": false in that turn')
     tools = as_objects(row, "tools") if row.get("tools") else None
@@ -270,21 +263,6 @@ def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
 def is_target(turn: dict) -> bool:
     """Return whether a turn is trained on."""
     return turn["role"] == "assistant" and turn.get("train", True) is True
-
-
-def read_keys(turn: dict, ignored: tuple[str, ...]) -> tuple[dict, list[str]]:
-    """Return a turn with those of its keys that are read, without empty ones, and the names of
-    others that may matter: also that of a second thought."""
-    result = {"role": turn.get("role"), "content": turn.get("content")}
-    for key, value in turn.items():
-        if key not in ignored and value not in (None, "", [], {}):
-            result[key] = value
-    thoughts = [key for key in THOUGHTS if key in result]
-    lost = [key for key in thoughts if result[key] != result[thoughts[0]]]
-    lost += tables.unread(result, (*TURN_KEYS, *THOUGHTS), str(turn.get("content")))
-    if thoughts[:1] == ["reasoning"]:
-        result["reasoning_content"] = result["reasoning"]
-    return {key: result[key] for key in result if key in TURN_KEYS}, lost
 
 
 def check_turn(turn: dict) -> None:

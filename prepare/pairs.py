@@ -1,6 +1,6 @@
 """Summarization pairs for a sequence-to-sequence model: rows to tokens. Any rank may call these.
 
-`load_parts` cleans and splits the rows (`clean_rows`, `load_wikihow`), `encode` tokenizes those
+`load_rows` cleans and splits the rows (`clean_rows`, `load_wikihow`), `encode` tokenizes those
 that were drawn. For your own data, return its rows from `load_rows` under a name like wikihow.
 """
 
@@ -43,7 +43,7 @@ def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
     if len({args.source_column, args.target_column} - {None}) == 1:
         raise Problem("--source-column and --target-column must name two columns.")
-    parts = partial(load_parts, args=args, tokenizer=tokenizer)
+    parts = partial(load_rows, args=args, tokenizer=tokenizer)
     make = partial(draw, args=args, tokenizer=tokenizer)
     return sets.load_sets(args, parts, make, evaluate_only)
 
@@ -66,15 +66,6 @@ def draw(
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
     rows = encode(spec, rows, tokenizer, args)
     return rows.select_columns([*TOKENS])
-
-
-def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
-    """Return the clean rows of one --dataset argument by split: train and, without --val-dataset,
-    validation."""
-    parts = load_rows(spec, args, tokenizer)
-    if "validation" in parts or args.val_dataset:
-        return parts
-    return read.hold_out(spec, parts["train"])
 
 
 def load_rows(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
@@ -156,7 +147,6 @@ def clean_rows(name: str, table: Table, args: Any, tokenizer: Tokenizer) -> Data
     TOKENS and KEY."""
     named = (args.source_column, args.target_column)
     form = tables.find_form(name, table, named, USUAL_COLUMNS, FLAGS, args)
-    form.more = OTHER_COLUMNS
     if form.columns == ("input_ids",):
         limits = (args.source_length, args.target_length)
         function = partial(read_tokens, limits=limits, tokenizer=tokenizer)
@@ -176,7 +166,9 @@ def clean_pair(row: dict, form: Form) -> list:
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
     text, summary = (row[column] for column in form.columns)
-    form.check(row, f"{text}\n\n{summary}", keys=[])
+    if not form.is_named:
+        read = (*form.columns, *OTHER_COLUMNS)
+        form.check(row, read, f"{text}\n\n{summary}", tables.with_flags(FLAGS, form.columns))
     return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 

@@ -8,13 +8,20 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from core.ranks import Problem, print0
+from prepare import read
 
 
-def load_sets(args: Any, load_parts: Callable, draw: Callable, evaluate_only: bool) -> tuple:
+def load_sets(
+    args: Any,
+    load_parts: Callable,
+    draw: Callable,
+    evaluate_only: bool,
+    hold_out: Callable = read.hold_out,
+) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name.
 
-    `load_parts(name)` returns samples by split, `draw(name, split, samples, limit)` returns at most
-    `limit` of them (0: all).
+    `load_parts(name)` returns samples by split, `hold_out(name, samples)` splits those of train,
+    `draw(name, split, samples, limit)` returns at most `limit` of them (0: all).
     """
     training = []
     validation = {}
@@ -26,10 +33,12 @@ def load_sets(args: Any, load_parts: Callable, draw: Callable, evaluate_only: bo
     names = () if evaluate_only and validation else args.dataset
     for name in names:
         parts = load_parts(name)
-        if not args.val_dataset:
-            validation[name] = parts["validation"]
         if "train" not in parts:
             raise Problem(f"{name} has no split train. Pass another one: {name}:SPLIT.")
+        if not args.val_dataset:
+            if "validation" not in parts:
+                parts = hold_out(name, parts["train"])
+            validation[name] = parts["validation"]
         if not evaluate_only:
             training.append(draw(name, "train", parts["train"], args.num_train_samples))
     for name, samples in validation.items():

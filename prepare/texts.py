@@ -21,22 +21,13 @@ ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>")  # EOS of seve
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    parts = partial(load_parts, args=args, tokenizer=tokenizer)
-    return sets.load_sets(args, parts, draw, evaluate_only)
+    parts = partial(load_blocks, args=args, tokenizer=tokenizer)
+    return sets.load_sets(args, parts, draw, evaluate_only, hold_out)
 
 
 def draw(name: str, split: str, samples: Dataset, limit: int) -> Dataset:
     """Return `limit` random blocks (0: all)."""
     return sets.sample(samples, limit)
-
-
-def load_parts(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
-    """Return the blocks of one --dataset argument by split: train and, without --val-dataset,
-    validation."""
-    parts = load_blocks(spec, tokenizer, args)
-    if "validation" in parts or args.val_dataset:
-        return parts
-    return hold_out(spec, parts["train"])
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
