@@ -100,7 +100,7 @@ def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
     assert losses(tmp_path / "killed") == expected
 
     final = str(tmp_path / "whole/final")
-    run(1, "fsdp", tmp_path / "again", "--max-steps", "1", "--model-name", final)
+    run(command(1, "fsdp", tmp_path / "again", "--max-steps", "1", "--model-name", final))
     last = losses(tmp_path / "whole", "val")[10]
     assert abs(losses(tmp_path / "again", "val")[0] - last) < 1e-4
 
