@@ -206,7 +206,8 @@ def test_tables_say_what_fits(flags, strategy, peak, nodes, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("flags, script, words", [
-    ("--model-name llama-2-70b", "llama_fsdp", "blocks --max-seq-length 2048 --cpu-offload"),
+    ("--model-name llama-2-70b", "llama_fsdp",
+     "selective --max-seq-length 2048 --cpu-offload"),
     ("--model-name llama-2-70b --nodes 3", "llama_fsdp", "--rdzv-endpoint HOST:29500"),
     ("--model-name tiny-t5 --fsdp 2", "T5_training", "--target-length 64 --fsdp 2"),
     ("--model-name gpt2-xl --batch-size 4", "gpt2_fsdp", "openai-community/gpt2-xl"),

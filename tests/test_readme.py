@@ -250,6 +250,26 @@ def test_gpu_table_matches_estimator():
         assert result["fits"] and figure == expected, (name, gpus)
 
 
+RESULTS = (ROOT / "benchmarks/RESULTS.md").read_text()
+FIGURE = r"(?<![\w.,])(\d[\d,]*\d(?:\.\d+)?|\d\.\d+)(?![\w,.]*\w)"
+
+
+def test_measured_figures_are_in_the_results():
+    """Some are rounded, or in GB in place of MB."""
+    measured = {float(x.replace(",", "")) for x in re.findall(FIGURE, RESULTS)}
+    measured |= {value / 1000 for value in measured}
+    paragraphs = re.split(r"\n\n|\n(?=[-|])", TEXT)
+    paragraphs = [x for x in paragraphs if "RESULTS.md" in x or "architectures, " in x]
+    assert len(paragraphs) >= 6
+    for paragraph in paragraphs:
+        plain = re.sub(r"`[^`]*`|\]\([^)]*\)", "", paragraph)
+        for figure in re.findall(FIGURE, plain):
+            digits = len(figure.partition(".")[2])
+            value = float(figure.replace(",", ""))
+            assert value in {round(x, digits) for x in measured}, (figure, paragraph)
+
+
 def test_pages_are_short():
     words = {path.name: len(text.split()) for path, text in PAGES.items()}
-    assert words["README.md"] <= 1600 and sum(words.values()) <= 8500
+    assert words["README.md"] <= 1600 and sum(words.values()) <= 9300
+    assert len(RESULTS.split()) <= 1800
