@@ -38,7 +38,7 @@ WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
              "thinking", "train")  # fmt: skip
-FLAGS = ("--prompt-column", "--completion-column")
+FLAGS = ("--prompt-column", "--completion-column", "--text-column")
 FORMS = [("messages",), ("prompt", "completion"), ("input_ids",), ("content",)]
 FORMS = chat_formats.FORMS  # optional: chat_formats
 # Each question and its answer form a text from BOS to EOS. The markers are plain text.
@@ -224,12 +224,12 @@ def read_chat(row: dict, form: Form) -> Chat:
     read = (*form.columns, *form.more)
     if not any(is_target(turn) for turn in turns):
         columns = [column for column in row if column not in read]
-        ways = [tables.with_flags(FLAGS, (first, column)) for column in columns]
+        ways = [tables.with_flags(FLAGS[:2], (first, column)) for column in columns]
         advice = f". For answers of a column, pass {' or '.join(ways)}" if ways else ""
         raise ValueError(f"the chat has no assistant turn to train on{advice}")
     if not form.is_named:
         document = "\n\n".join(turn["content"] for turn in turns)
-        form.check(row, read, document, tables.with_flags(FLAGS, form.columns))
+        form.check(row, read, document, tables.with_flags(FLAGS[:2], form.columns))
     if is_target(turns[0]):
         raise ValueError('the chat starts with an answer. Write "train": false in that turn')
     tools = as_objects(row, "tools") if row.get("tools") else None

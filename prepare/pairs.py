@@ -58,7 +58,8 @@ def draw(
 ) -> Dataset:
     """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
     total = len(rows)
-    limit = default_limit(spec, split, limit)
+    if limit is None and spec.partition(":")[0] == "wikihow":  # whose articles are many
+        limit = 1500 if split == "train" else 300
     if limit:
         indices = list(range(total))
         random.Random(0).shuffle(indices)
@@ -180,13 +181,6 @@ def read_tokens(row: dict, limits: tuple, tokenizer: Tokenizer) -> list:
         raise ValueError("labels do not end in EOS, so the model would not learn to stop")
     key = stable_hash(repr(ids))
     return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key}]
-
-
-def default_limit(spec: str, split: str, limit: int | None) -> int | None:
-    """Return the number of rows to draw: `limit`, or for wikihow, whose articles are many, less."""
-    if limit is None and spec.partition(":")[0] == "wikihow":
-        limit = 1500 if split == "train" else 300
-    return limit
 
 
 def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Any) -> Dataset:
