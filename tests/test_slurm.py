@@ -47,6 +47,16 @@ print(end=line.format(**e) + "\\n")
 """
 
 
+def test_two_requests_to_stop_are_signalled_once(tmp_path):
+    """torchrun forwards the signal that its processes get from scancel too."""
+    stop = re.search(r"^stop\(\) \{.*?^\}$", LAUNCH.read_text(), re.MULTILINE | re.DOTALL)[0]
+    log = tmp_path / "log"
+    lines = [f"scancel() {{ echo \"$*\" >>{log}; }}", "interrupted=false requeue=false",
+             "SLURM_JOB_ID=7", stop, "stop", "stop", "$interrupted && $requeue"]  # fmt: skip
+    subprocess.run(["bash", "-euc", "\n".join(lines)], check=True)
+    assert log.read_text() == "--signal=USR1 7\n"
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start a private cluster for Slurm's commands."""
