@@ -13,8 +13,10 @@ from conftest import ROOT, launch
 from in_process import refusal
 from plain import loss_class
 from policies_worker import STRATEGIES
+from ten_steps import local
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -259,3 +261,49 @@ def test_parser_follows_the_table_of_fsdp1_or_2(row, fsdp, monkeypatch):
 def test_combinations_that_cannot_work_are_refused(processes, flags, message, monkeypatch):
     text = problem(gpt2_fsdp, processes, flags, monkeypatch)
     assert message in text if message else not text
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2", "ddp"])
+def test_all_optimizers_skip_a_step_that_is_bad_for_one(wrapper, precision, process_group):
+    """GradScaler would tell a fused AdamW only of its own gradients: NaN of Muon's matrices would
+    reach AdamW's through clipping."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if wrapper == "fsdp1":
+        mixed = policies.PRECISIONS[precision]
+        options = {"device_id": torch.device("cpu"), "mixed_precision": mixed}
+        model = policies.FSDP(model, use_orig_params=True, **options)
+    elif wrapper == "fsdp2":
+        fully_shard(model, **policies.fsdp2_options(policies.Sharding(precision=precision)))
+    else:
+        model = policies.DDP(model, **policies.DDP_OPTIONS)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizers = [torch.optim.AdamW(others, lr=0.1, fused=True), torch.optim.Muon(matrices, lr=0.1)]
+    device = torch.device("cpu")
+    scaler = policies.gradient_scaler(model, device, precision, optimizers)
+    if precision == "fp16":  # the default scale would overflow
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 256.0})
+    states = []
+    for step in (1, 2, 3):
+        with policies.autocast(model, device, precision):
+            loss = model(torch.ones(2, 4)).float().square().sum()
+        scaler.scale(loss).backward()
+        if step == 2:
+            for parameter in matrices:
+                parameter.grad.fill_(torch.nan)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = policies.clip_gradients(model, 1.0)
+        policies.skip_if_not_finite(optimizers, norm)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        moments = [x for each in optimizers for held in each.state.values() for x in held.values()]
+        states.append([local(x.detach()).clone() for x in (*matrices, *others, *moments)])
+    first, second, third = states
+    assert all(map(torch.equal, first, second))
+    assert not any(map(torch.equal, second, third))
+    assert all(tensor.isfinite().all() for tensor in third)
