@@ -4,6 +4,7 @@ It shows placement and bytes, not speed. Without ../shared/simdev, the tests are
 """
 
 import importlib.util
+import json
 import os
 
 import pytest
@@ -74,3 +75,18 @@ def test_adapters_resume_with_offload(base, tmp_path):
         launch(2, *command, *more, "--max-steps", str(3 * number), env=environment)
     assert list(losses(tmp_path)) == list(range(1, 7))
     assert (tmp_path / "final/adapter_model.safetensors").is_file()
+
+
+def test_save_holds_one_tensor_and_pins_nothing_except_under_fsdp1(tmp_path):
+    """In bytes per parameter of a rank's shard. A checkpoint has 12."""
+    output = tmp_path / "bytes.json"
+    paths = [SIMULATOR, ROOT, ROOT / "tests/helpers", ROOT / "tests"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    launch(2, "tests/workers/saved_bytes.py", output, tmp_path, env=environment)
+    results = json.loads(output.read_text())
+    assert 12 <= results["fsdp1"]["host"] < 12.5  # the whole shard
+    for kind in ("fsdp2", "ddp"):
+        assert 4 / 16 <= results[kind]["host"] < 0.3  # one of 16 tensors
+    for result in results.values():
+        assert result["pinned"] == result["kept"] == 0
+        assert result["equal"]
