@@ -31,6 +31,7 @@ def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     return {
         "the data module": type(args).__module__,
         "the tokenizer and chat template": tokenizer_digest(tokenizer),
+        "the rows of the embedding": str(getattr(tokenizer, "embedding_size", "all")),
     } | flags
 
 
@@ -55,8 +56,5 @@ def load(
             key = key.replace("_", "-")
             raise Problem(f"{name} was prepared with {key} {old}, not {value}. Pass the same, or "
                           "prepare it again.")  # fmt: skip
-    size = getattr(tokenizer, "embedding_size", len(tokenizer))
-    if notes["largest_token"] >= size:
-        raise Problem(f"The embedding has {size:,} rows, and none for the tokens of {name}.")
     parts = datasets.load_from_disk(Path(name).expanduser()).with_format("numpy")
     return None if evaluate_only else parts["train"], {name: parts["validation"]}

@@ -60,11 +60,7 @@ def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     function = partial(encode_text, column=column, tokenizer=tokenizer, are_lines=are_lines)
     documents = tables.map_rows(name, table, [column], function, FEATURES, args.bad_rows)
     print_special(name, documents, tokenizer)
-    if CONTINUES in table.columns:  # of text files
-        breaks = len(documents) - len(table.dataset)
-        if breaks:
-            print0(f"{name}: {breaks:,} times, {tokenizer.eos_token} ends a document")
-    else:
+    if CONTINUES not in table.columns:  # not of text files
         tables.print_columns(name, [column], table.columns)
     if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
         raise Problem(f"Data set {name} has no text.")

@@ -31,7 +31,6 @@ OTHERS = {  # files of the repository by their place in a copy
     "test_copy.py": "tools/copy/test_copy.py",
 }
 MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
-PACKAGES = {"rouge-score": "rouge_score"}  # packages whose modules have other names
 
 
 def read(path: Path, without: Sequence[str]) -> str:
@@ -81,11 +80,11 @@ def rooms_of(files: dict[Path, str]) -> list[str]:
 
 def requirements(files: dict[Path, str]) -> str:
     """Return the lines of requirements.txt whose packages the files import or tokenizers need."""
-    needed = {x.partition(".")[0] for file in files.items() for x in imported_names(*file)}
-    needed.add("sentencepiece")
+    needed = {"sentencepiece"}
+    for file in files.items():
+        needed |= {name.partition(".")[0] for name in imported_names(*file)}
     lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    names = {line: line.partition(">")[0] for line in lines}
-    return "".join(line for line, name in names.items() if PACKAGES.get(name, name) in needed)
+    return "".join(x for x in lines if re.split("[>=]", x)[0].replace("-", "_") in needed)
 
 
 def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> dict[str, str]:
@@ -94,14 +93,11 @@ def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> 
     texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
     texts["requirements.txt"] = requirements(files)
     name = Path(script).stem
-    changes = {
-        "README.md": {"SCRIPT": script, "output/NAME": f"output/{name}"},
-        "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'},
-        "launch.slurm": {"script=T5_training.py": f"script={script}"},
-    }
-    for place, words in changes.items():
-        for old, new in words.items():
-            texts[place] = texts[place].replace(old, new)
+    readme = texts["README.md"].replace("SCRIPT", script)
+    texts["README.md"] = readme.replace("output/NAME", f"output/{name}")
+    texts["test_copy.py"] = texts["test_copy.py"].replace('"gpt2_fsdp"', f'"{name}"')
+    launcher = "script=T5_training.py"
+    texts["launch.slurm"] = texts["launch.slurm"].replace(launcher, f"script={script}")
     return texts
 
 

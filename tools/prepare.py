@@ -5,39 +5,40 @@
 
 Takes the script's flags. Needs no GPU, and downloads no weights. The losses are then those of the
 data, bit for bit. prepared.json, beside the tokens, says what they were made with: a run with
-another tokenizer, another template or smaller lengths is refused.
+another tokenizer, template or other flags of data is refused.
 """
 
 import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import datasets
-import pyarrow.compute as compute
-from transformers import ByT5Tokenizer
 
 import prepared_dataset
 from core import ranks, weights
 
 
-def prepare(args: Any) -> Path:
+def prepare(script: ModuleType, args: Any) -> Path:
     """Write the training and the validation set; return their directory. Raise Problem if there are
     several validation sets, or if the directory exists."""
     path = args.run.output_dir / "prepared"
     if path.exists():
         raise ranks.Problem(f"{path} exists. Delete it, or pass another --output-dir.")
-    tokenizer = ByT5Tokenizer()
-    if args.model.model_name != "tiny":
-        directory = weights.find_directory(args.model.model_name, weights.SETTINGS)
-        tokenizer = weights.load_tokenizer(directory)
+    name = args.model.model_name
+    if name != "tiny":  # a directory without weights
+        name = str(weights.find_directory(name, weights.SETTINGS))
+    model = script.MODEL, script.OTHER, script.TINY_CONFIG
+    *_, tokenizer = weights.open_model(name, *model)
     data_module = sys.modules[type(args.data).__module__]  # with the section of its flags
-    stops = []
+    notes = {}
     if hasattr(data_module, "set_chat_template"):
-        stops = data_module.set_chat_template(tokenizer, args.data)
+        notes["stops"] = data_module.set_chat_template(tokenizer, args.data)
+        notes["chat_template"] = tokenizer.chat_template
     train_set, val_sets = data_module.load(args.data, tokenizer)
     if len(val_sets) > 1:
         raise ranks.Problem(f"There are {len(val_sets)} validation sets. Pass one --dataset, or "
@@ -45,22 +46,10 @@ def prepare(args: Any) -> Path:
     parts = {"train": train_set, "validation": next(iter(val_sets.values()))}
     rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
     datasets.DatasetDict(rows).save_to_disk(path)
-    notes = {
-        "largest_token": max(map(largest_token, rows.values())),
-        "made_with": prepared_dataset.made_with(args.data, tokenizer),
-        "flags": vars(args.data),
-        "chat_template": tokenizer.chat_template,
-        "stops": stops,
-    }
-    text = json.dumps(notes, indent=1, default=str)
-    (path / prepared_dataset.NOTES).write_text(text)
+    notes["made_with"] = prepared_dataset.made_with(args.data, tokenizer)
+    notes["dataset"] = args.data.dataset
+    (path / prepared_dataset.NOTES).write_text(json.dumps(notes, indent=1))
     return path
-
-
-def largest_token(samples: datasets.Dataset) -> int:
-    """Return the largest token in the columns of samples."""
-    columns = {"input_ids", "labels"}.intersection(samples.column_names)
-    return max(compute.max(compute.list_flatten(samples.data[x])).as_py() for x in columns)
 
 
 def main(words: list[str]) -> None:
@@ -73,7 +62,7 @@ def main(words: list[str]) -> None:
     sys.argv = words
     args = script.parse_args()
     ranks.setup(args.run.timeout_minutes)
-    print(f"Pass --dataset {prepare(args)} to train on these tokens.")
+    print(f"Pass --dataset {prepare(script, args)} to train on these tokens.")
 
 
 if __name__ == "__main__":
