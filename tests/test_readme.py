@@ -4,6 +4,7 @@ CPU commands run with less data, here or in the test named beside them. Commands
 hub are only parsed.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -20,7 +21,6 @@ import llama_fsdp
 import policies
 import T5_training
 from benchmarks import demo
-from core import ranks
 from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -169,7 +169,7 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(policies, "compute_precision", lambda _: "bf16")
     monkeypatch.setattr(sys, "argv", [program, *flags])
-    monkeypatch.setattr(ranks, "end", sys.exit)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     try:
         PROGRAMS[program].parse_args()
     except SystemExit:
