@@ -275,7 +275,12 @@ def main() -> None:
     add("--length", type=int, default=256, help="tokens in a sequence")
     add("--batch-size", type=int, default=1, help="sequences per rank")
     add("--steps", type=int, default=2, help="timed steps, after two others")
-    add("--peak-tflops", type=float, default=989.0, help="of the data sheet (default: H100, bf16)")
+    add(
+        "--peak-tflops",
+        type=float,
+        default=989.0,
+        help="of the data sheet (default: H100, bf16)",
+    )
     add("--memory-limit-gb", type=float, default=0, help="of a GPU (0: all)")
     add("--largest-batch", action="store_true", help="search the largest batch that fits")
     add("--max-batch-size", type=int, default=1024, help="limit of the search")

@@ -126,7 +126,13 @@ def main() -> None:
     )
     add = parser.add_argument
     add("runs", type=Path, nargs="*", help="output directories")
-    add("--panels", nargs="+", choices=PANELS, default=list(PANELS), help="quantities to draw")
+    add(
+        "--panels",
+        nargs="+",
+        choices=PANELS,
+        default=list(PANELS),
+        help="quantities to draw",
+    )
     add("--estimate", type=Path, help="output of tools/memory_estimator.py --json")
     add("--title", default="", help="title of the picture")
     add("--picture", type=Path, default=Path("runs.png"), help="file to write")

@@ -16,8 +16,7 @@ without dropout and recomputation. All are launched together and take turns, a s
 what else the machine does slows all alike. Times are those of the steps after two others. On a CPU
 the trainers use DistributedDataParallel, so compare them with ours under ddp. CPU seconds are those
 of rank 0 and vary less than wall time. A target is a predicted token that is not padding. The loss
-that a trainer reports for its first step is compared with that of the model alone, one sample at a
-time.
+of a trainer's first step, as it reports it, is compared with that of the model alone, row by row.
 
 Without --tasks (instructions of self-instruct) and --articles (`document` and `summary` in each
 line), all train on the docstrings of Python's library.
@@ -25,13 +24,11 @@ line), all train on the docstrings of Python's library.
 
 import argparse
 import importlib
-import itertools
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -81,21 +78,15 @@ PRESETS = {  # models, as lines of memory_estimator.SIZES; tokens of a pack and 
         "block": 1024,
     },
 }
-FLAGS = {  # of our script in each comparison
-    "trl": "--model-name ./llama --dataset chats.jsonl --val-dataset chats.jsonl "
+FLAGS = {  # our script in each comparison, and its flags
+    "trl": "llama_fsdp --model-name ./llama --dataset chats.jsonl --val-dataset chats.jsonl "
     "--max-seq-length {pack} --batch-size 2 --activation-checkpointing none",
-    "seq2seq": "--model-name ./t5 --dataset pairs.jsonl --val-dataset pairs.jsonl "
+    "seq2seq": "T5_training --model-name ./t5 --dataset pairs.jsonl --val-dataset pairs.jsonl "
     "--source-column source --target-column target --batch-size 8",
-    "trainer": "--model-name ./gpt2 --dataset texts.jsonl --val-dataset texts.jsonl "
+    "trainer": "gpt2_fsdp --model-name ./gpt2 --dataset texts.jsonl --val-dataset texts.jsonl "
     "--block-size {block} --batch-size 8",
-    "bare": "--model-name ./bare --dataset texts.jsonl --max-seq-length {pack} --batch-size 1 "
-    "--activation-checkpointing none --weight-decay 0",
-}
-SCRIPTS = {
-    "trl": "llama_fsdp",
-    "seq2seq": "T5_training",
-    "trainer": "gpt2_fsdp",
-    "bare": "llama_fsdp",
+    "bare": "llama_fsdp --model-name ./bare --dataset texts.jsonl --max-seq-length {pack} "
+    "--batch-size 1 --activation-checkpointing none --weight-decay 0",
 }
 OURS = {
     "ours, ddp": ["--strategy", "ddp"],
@@ -121,7 +112,7 @@ def tasks(path: str) -> list[tuple[str, str]]:
 
 
 def write_rows(options: argparse.Namespace) -> list[str]:
-    """Write chats, pairs and texts to files in the working directory. Return all texts."""
+    """Write chats, pairs and texts to files in the working directory. Return the docstrings."""
     rows = list(docstrings.rows())
     pairs = [(row["text"], row["headline"]) for row in rows[: options.rows]]
     turns = [(headline, text) for text, headline in pairs]
@@ -141,7 +132,7 @@ def write_rows(options: argparse.Namespace) -> list[str]:
     for name, records in files.items():
         lines = [json.dumps(record) + "\n" for record in records]
         Path(f"{name}.jsonl").write_text("".join(lines))
-    return [*texts, *itertools.chain.from_iterable([*turns, *pairs])]
+    return texts
 
 
 def write_models(preset: str, texts: list[str]) -> None:
@@ -369,27 +360,15 @@ def count_targets(model: torch.nn.Module, labels: Tensor) -> int:
     return (labels != -100).sum().item()
 
 
-def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield each sample of a batch without padding: the documents of a pack, pairs, or blocks."""
-    if "position_ids" in batch:
-        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
-        ends = [*starts[1:], batch["input_ids"].shape[1]]
-        for start, end in zip(starts, ends, strict=True):
-            yield {name: batch[name][:, start:end] for name in ("input_ids", "labels")}
-        return
-    masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    for ids, mask, labels in zip(batch["input_ids"], masks, batch["labels"], strict=True):
-        yield {"input_ids": ids[mask][None], "labels": labels[labels != -100][None]}
-
-
 @torch.no_grad()
 def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     """Return the model's mean loss per target over the batches of all ranks, computed on the CPU,
-    one sample at a time."""
+    one row at a time."""
     total = 0.0
     count = 0
-    for sample in samples(batch):
-        targets = count_targets(model, sample["labels"])
+    for row, labels in enumerate(batch["labels"]):
+        sample = {name: values[row : row + 1] for name, values in batch.items()}
+        targets = count_targets(model, labels[None])
         if targets:
             total += model(**sample).loss.item() * targets
             count += targets
@@ -400,9 +379,9 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
 def worker(options: argparse.Namespace) -> None:
     """Run a loop of a comparison on this rank; rank 0 prints the measurements as JSON."""
     name, loop, *loops = options.worker
-    script = importlib.import_module(SCRIPTS[name])
+    script_name, *flags = FLAGS[name].format(**PRESETS[options.preset]).split()
+    script = importlib.import_module(script_name)
     clock = Clock(loop, loops, options.steps)
-    flags = FLAGS[name].format(**PRESETS[options.preset]).split()
     flags += [*ENDLESS, "--log-every", clock.last, "--output-dir", f"output/{os.getpid()}"]
     args = parse(script, *flags, *OURS.get(loop, []))
     device = ranks.setup(args.run.timeout_minutes)
@@ -478,7 +457,7 @@ def compare(name: str, options: argparse.Namespace) -> None:
     """Launch the loops of a comparison together, and print the table."""
     ours = ["ours, FSDP1", "ours, FSDP2"] if name == "bare" else ["ours, ddp", "ours, FSDP1"]
     loops = [*ours, name]
-    print(f"\n{SCRIPTS[name]}.py, {options.steps} steps in turn\n")
+    print(f"\n{FLAGS[name].split()[0]}.py, {options.steps} steps in turn\n")
     TURN.write_text(loops[0])
     words = [__file__, "--preset", options.preset, "--steps", options.steps, "--worker", name]
     futures = {}

@@ -472,7 +472,12 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
+    ids = torch.empty(
+        args.batch_size,
+        args.seq_length,
+        dtype=torch.int64,
+        device="meta",
+    )
     batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)
@@ -506,7 +511,12 @@ def flat_parameter(sizes: tuple[int, ...], shards: int, itemsize: int) -> Unit:
     shard = -(-end // shards)
     whole = shards * shard
     updated = sum(max(0, min(end, shard) - start) for start, end in spans)
-    return Unit(gathered=itemsize * whole, held=4 * shard, trained=whole, updated=updated)
+    return Unit(
+        gathered=itemsize * whole,
+        held=4 * shard,
+        trained=whole,
+        updated=updated,
+    )
 
 
 def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
@@ -548,7 +558,13 @@ def layout(model: Model, args: Args) -> tuple[int, list[Unit]]:
     itemsize = args.itemsize
     if args.strategy == "ddp":
         count = model.parameters
-        return 1, [Unit(itemsize * count, held=4 * count, trained=count, updated=count)]
+        unit = Unit(
+            gathered=itemsize * count,
+            held=4 * count,
+            trained=count,
+            updated=count,
+        )
+        return 1, [unit]
     shards = args.gpus_per_node
     if args.strategy != "hybrid_shard":
         shards *= args.nodes
