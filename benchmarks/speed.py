@@ -168,9 +168,9 @@ class Clock(transformers.TrainerCallback):
     def __init__(self, loop: str, loops: list[str], steps: int):
         self.loop, self.next = loop, loops[loops.index(loop) - 1]
         self.last = WARM_UP + steps + 1  # in the last, which is not timed, other loops have ended
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self.targets: list[int] = []
+        self.seconds = []
+        self.cpu_seconds = []
+        self.targets = []
 
     def wait(self) -> None:
         """Wait for the turn of this loop, on all ranks; exit if another loop has failed."""
