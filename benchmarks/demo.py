@@ -8,19 +8,21 @@ training data. The program prints the commands that it runs. Run it again to res
 result.
 """
 
-import argparse
 import json
 import os
 import random
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 
 import torch
 import transformers
+import tyro
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "torchrun --nnodes 1 --nproc_per_node 2"
@@ -50,6 +52,15 @@ FORMS = (  # language and text
     ("it", "{day} {month} {year}"),
     ("nl", "{day} {month} {year}"),
 )
+
+
+@dataclass
+class Args:
+    """The flags."""
+
+    directory: Positional[Path]  # output directory
+    epochs: int = 7  # passes over the dates
+    rows: int = 12_000  # dates to train on
 
 
 def ordinal(day: int) -> str:
@@ -136,13 +147,7 @@ def show(directory: Path) -> None:
 
 def main() -> None:
     """Run the steps of the demo that are not done yet, and show the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path, help="output directory")
-    parser.add_argument("--epochs", type=int, default=7, help="passes over the dates")
-    parser.add_argument("--rows", type=int, default=12_000, help="dates to train on")
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__)
     directory = args.directory.resolve()
     if directory.is_relative_to(ROOT):
         directory = directory.relative_to(ROOT)  # for commands that can be typed again

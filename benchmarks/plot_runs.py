@@ -10,14 +10,18 @@ An estimate is plotted as stacked terms. Its dot is the peak, which is less than
 terms if they are not all held at the same time.
 """
 
-import argparse
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import tyro
+from tyro.conf import Positional
 
 from core import steps
 
@@ -36,6 +40,7 @@ PANELS = {
     "tokens_per_second": "Tokens per second, all ranks together",
     "peak_memory_mb": "Peak memory of rank 0, MB (10^6 bytes)",
 }
+Panel = Literal[*PANELS]
 TERMS = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -44,6 +49,17 @@ TERMS = {
     "activation": "activations",
     "logit": "logits",
 }
+
+
+@dataclass
+class Args:
+    """The flags."""
+
+    runs: Positional[tuple[Path, ...]] = ()  # output directories
+    panels: tuple[Panel, ...] = tuple(PANELS)  # quantities to draw
+    estimate: Path | None = None  # output of tools/memory_estimator.py --json
+    title: str = ""  # title of the picture
+    picture: Path = Path("runs.png")  # file to write
 
 
 def read(run: Path, event: str) -> list[dict]:
@@ -67,7 +83,7 @@ def rates(run: Path) -> list[tuple[int, float]]:
     return [(step, optim.lr * factor) for step, factor in enumerate(factors, 1)]
 
 
-def draw(runs: list[Path], panels: list[str]) -> plt.Figure:
+def draw(runs: tuple[Path, ...], panels: tuple[str, ...]) -> plt.Figure:
     """Return a figure with a panel for each quantity and a color for each run."""
     height = 0.6 + 1.8 * max(len(panels), 2)  # small: legible at a width of 600 pixels
     figure, axes = plt.subplots(len(panels), sharex=True, squeeze=False, figsize=(6.5, height))
@@ -121,22 +137,7 @@ def draw_estimate(path: Path) -> plt.Figure:
 
 def main() -> None:
     """Plot runs or an estimate, as the flags ask for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("runs", type=Path, nargs="*", help="output directories")
-    add(
-        "--panels",
-        nargs="+",
-        choices=PANELS,
-        default=list(PANELS),
-        help="quantities to draw",
-    )
-    add("--estimate", type=Path, help="output of tools/memory_estimator.py --json")
-    add("--title", default="", help="title of the picture")
-    add("--picture", type=Path, default=Path("runs.png"), help="file to write")
-    args = parser.parse_args()
+    args = tyro.cli(Args, description=__doc__)
     figure = draw_estimate(args.estimate) if args.estimate else draw(args.runs, args.panels)
     figure.suptitle(args.title, fontsize=13)
     figure.tight_layout()
