@@ -149,7 +149,7 @@ def test_run_keeps_two_checkpoints_best_final_and_metrics(finished):
 @pytest.mark.parametrize("script, changed, message", [
     ("T5_training", ["--model-name", "/no/such/directory"], "directory is not a directory"),
     ("T5_training", ["--source-column", "body"], "column body. Its columns are: text, headline."),
-    ("T5_training", ["--output-dir", __file__], "is a file. Pass a directory."),
+    ("T5_training", ["--output-dir", __file__], ": File exists. Pass another directory."),
     ("gpt2_fsdp", ["--block-size", 2000], "above the model's 1024 positions"),
 ])  # fmt: skip
 def test_bad_input_exits_with_one_message(script, changed, message, flags, tmp_path, capfd):
