@@ -1,23 +1,43 @@
-"""Draw docs/sharding.svg: what each of four GPUs holds of three FSDP units during a step.
+"""Draw docs/sharding.svg, what each of four GPUs holds of three FSDP units during a step, and
+docs/bars.svg, the memory of Llama 2 7B under three strategies.
 
 python docs/draw_sharding.py
 """
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools import memory_estimator
 
 GPUS = 4
 UNITS = 3
-STAGES = (  # title, note, index of the unit that is gathered, held part of its gradient
-    ("at rest", "a quarter of each unit", None, None),
-    ("forward, unit 2", "all-gather, compute, free", 1, None),
-    ("backward, unit 2", "all-gather, compute", 1, "whole"),
-    ("after backward, unit 2", "reduce-scatter, free", None, "shard"),
-    ("optimizer step", "each GPU updates its quarter", None, "shard"),
+STAGES = (  # title, note, index of the unit that is gathered, held parts of the gradients by unit
+    ("at rest", "a quarter of each unit", None, {}),
+    ("forward, unit 2", "all-gather, compute, free", 1, {}),
+    ("backward, unit 2", "all-gather, compute", 1, {1: "whole", 2: "shard"}),
+    ("after backward, unit 2", "reduce-scatter, free", None, {1: "shard", 2: "shard"}),
+    ("optimizer step", "each GPU updates its quarter", None, dict.fromkeys(range(3), "shard")),
 )
+BARS = {  # flags of the estimator by label
+    "DDP": {"strategy": "ddp"},
+    "FSDP": {"strategy": "full_shard"},
+    "FSDP, recomputation": {"strategy": "full_shard", "activation_checkpointing": "blocks"},
+}
+PARTS = {  # label and color by key of an estimate
+    "parameter_bytes": ("weights", "#4c78a8"),
+    "gradient_bytes": ("gradients", "#f58518"),
+    "optimizer_bytes": ("moments", "#54a24b"),
+    "unsharded_bytes": ("weights in use", "#b279a2"),
+    "activation_bytes": ("activations", "#e45756"),
+    "logit_bytes": ("logits", "#9d755d"),
+}
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")  # one per GPU, for its shards
 SIZE = 13  # side of the square that represents a shard
 GAP = 9  # between units
-STAGE_WIDTH = 184
+STAGE_WIDTH = 200
 TOP = 62
 LEFT = 62
 ROW = SIZE * 4 + 18
@@ -50,7 +70,7 @@ def draw_figure() -> str:
         f'width="{width}" font-family="sans-serif" fill="#222">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for column, (title, note, gathered, gradient) in enumerate(STAGES):
+    for column, (title, note, gathered, gradients) in enumerate(STAGES):
         left = LEFT + column * STAGE_WIDTH
         parts.append(draw_text(left, 22, title, 13, "bold"))
         parts.append(draw_text(left, 40, note))
@@ -60,16 +80,48 @@ def draw_figure() -> str:
                 x = left + unit * (SIZE + GAP)
                 held = range(4) if unit == gathered else [gpu]
                 parts += draw_shards(x, y, held, is_gradient=False)
-            if gradient:
-                held = range(4) if gradient == "whole" else [gpu]
-                parts += draw_shards(left + UNITS * (SIZE + GAP) + 16, y, held, is_gradient=True)
+            for unit, part in gradients.items():
+                x = left + (UNITS + unit) * (SIZE + GAP) + 16
+                held = range(4) if part == "whole" else [gpu]
+                parts += draw_shards(x, y, held, is_gradient=True)
     for gpu in range(GPUS):
         parts.append(draw_text(8, TOP + gpu * ROW + 2 * SIZE + 4, f"GPU {gpu}"))
-    legend = "Full color: weights of units 1, 2, 3. Pale: gradient of unit 2. "
-    legend += "The optimizer state stays sharded throughout."
+    legend = (
+        "Full color: weights of units 1, 2, 3. Pale: their gradients, from the last unit to the "
+    )
+    legend += "first. The optimizer state stays sharded throughout."
     parts.append(draw_text(LEFT, height - 8, legend))
     return "\n".join([*parts, "</svg>\n"])
 
 
+def draw_bars() -> str:
+    """Return the memory of one of eight GPUs, estimated, as SVG: a bar for each of BARS."""
+    args = memory_estimator.parse_args(["--model-name", "llama-2-7b"])
+    model = memory_estimator.read_model(args)
+    rows = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 150" width="860" '
+        'font-family="sans-serif" fill="#222">',
+        '<rect width="860" height="150" fill="white"/>',
+    ]
+    for row, (label, flags) in enumerate(BARS.items()):
+        y = 14 + row * 34
+        rows.append(draw_text(8, y + 15, label))
+        estimate = memory_estimator.estimate(model, replace(args, **flags))
+        x = 134.0
+        for key, (_, color) in PARTS.items():
+            width = estimate[key] / 1e9 * 4.8
+            rows.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="22" fill="{color}"/>'
+            )
+            x += width
+        rows.append(draw_text(x + 6, y + 15, f"{estimate['peak_bytes'] / 1e9:.1f} GB"))
+    for column, (label, color) in enumerate(PARTS.values()):
+        x = 134 + column * 118
+        rows.append(f'<rect x="{x}" y="124" width="11" height="11" fill="{color}"/>')
+        rows.append(draw_text(x + 16, 134, label))
+    return "\n".join([*rows, "</svg>\n"])
+
+
 if __name__ == "__main__":
     Path(__file__).with_name("sharding.svg").write_text(draw_figure())
+    Path(__file__).with_name("bars.svg").write_text(draw_bars())
