@@ -35,12 +35,14 @@ def make_copy(script: str, copy: Path, *without: str) -> str:
     return output
 
 
-def check_copy(script: str, tmp_path: Path, *without: str) -> None:
+def check_copy(script: str, models: dict[str, Path], tmp_path: Path, *without: str) -> None:
     """Check that a copy trains, is killed and resumes bitwise, and has no trace of the modules that
     were left out."""
     copy = tmp_path / "copy"
     make_copy(script, copy, *without)
     flags = [*FLAGS, *SHORT[script]]
+    if script in models:  # they have dropout
+        flags += ["--model-name", models[script]]
     if "prepare" in without:
         prepared = tmp_path / "data"
         launch(0, "tools/prepare.py", f"{script}.py", *flags, "--output-dir", prepared)
@@ -68,7 +70,9 @@ def test_copy_is_a_project(tmp_path):
         assert f"Next: cd {copy}; " in output and start in output
         for name in ("LICENSE", "README.md", "requirements.txt", "launch.slurm"):
             assert (copy / name).is_file()
-        assert start in (copy / "README.md").read_text()
+        readme = (copy / "README.md").read_text()
+        assert start in readme and f"git log -p {copy_script.commit()}.. -- {script}.py" in readme
+        assert re.fullmatch("HEAD|[0-9a-f]{40}", copy_script.commit())
         again = launch(0, "tools/copy_script.py", f"{script}.py", copy, check=False)
         assert again.returncode == 1 and "is not empty" in again.stderr
         shutil.rmtree(copy)
@@ -112,8 +116,8 @@ def test_copy_without_each_optional_module_is_linted(script, tmp_path):
 
 
 @EACH_SCRIPT
-def test_copy_without_all_optional_modules_trains_and_resumes(script, tmp_path):
-    check_copy(script, tmp_path, *rooms_of(script))
+def test_copy_without_all_optional_modules_trains_and_resumes(script, dropout, tmp_path):
+    check_copy(script, dropout, tmp_path, *rooms_of(script))
 
 
 FEW = {("gpt2_fsdp", "checksums"), ("gpt2_fsdp", "startup_checks")}  # in make test-ci
@@ -124,8 +128,8 @@ FEW = {("gpt2_fsdp", "checksums"), ("gpt2_fsdp", "startup_checks")}  # in make t
     for script in SCRIPTS
     for room in rooms_of(script)
 ])  # fmt: skip
-def test_copy_without_one_optional_module_trains_and_resumes(script, room, tmp_path):
-    check_copy(script, tmp_path, room)
+def test_copy_without_one_optional_module_trains_and_resumes(script, room, dropout, tmp_path):
+    check_copy(script, dropout, tmp_path, room)
 
 
 @pytest.mark.slow

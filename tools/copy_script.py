@@ -10,6 +10,7 @@ of that name in optional/ or prepare/, or the folder prepare/.
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import resolve_name
@@ -87,13 +88,22 @@ def requirements(files: dict[Path, str]) -> str:
     return "".join(x for x in lines if re.split("[>=]", x)[0].replace("-", "_") in needed)
 
 
+def commit() -> str:
+    """Return the commit of this repository, or HEAD if git is not there or this is no clone."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "HEAD"
+
+
 def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> dict[str, str]:
     """Return the texts of the files that make a copy a project, by their place in it."""
     texts = {place: read(ROOT / file, without) for place, file in OTHERS.items()}
     texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
     texts["requirements.txt"] = requirements(files)
     name = Path(script).stem
-    readme = texts["README.md"].replace("SCRIPT", script)
+    readme = texts["README.md"].replace("SCRIPT", script).replace("COMMIT", commit())
     texts["README.md"] = readme.replace("output/NAME", f"output/{name}")
     texts["test_copy.py"] = texts["test_copy.py"].replace('"gpt2_fsdp"', f'"{name}"')
     launcher = "script=T5_training.py"
