@@ -1,6 +1,7 @@
 """Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -233,6 +234,20 @@ def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dropout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the directories of `tiny` with dropout, which it lacks, of T5 and GPT-2 by script."""
+    path = tmp_path_factory.mktemp("dropout")
+    classes = {"T5_training": T5ForConditionalGeneration, "gpt2_fsdp": GPT2LMHeadModel}
+    directories = {}
+    for script, model_class in classes.items():
+        config = importlib.import_module(script).TINY_CONFIG
+        rates = {name: 0.1 for name in config if name.endswith(("pdrop", "dropout_rate"))}
+        assert rates
+        directories[script] = save_model(path / script, model_class, **config | rates)
+    return directories
+
+
+@pytest.fixture(scope="session")
 def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the Hugging Face directory of a small random Llama with grouped queries, in several
     files."""
@@ -283,11 +298,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def block_flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags to train gpt2_fsdp.py's `tiny`, which has dropout, on all of `texts`."""
+def block_flags(texts: tuple[Path, Path], dropout: dict[str, Path]) -> list[str]:
+    """Return flags to train a GPT-2 with dropout on all of `texts` with gpt2_fsdp.py."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
-            "--model-name", "tiny"]  # fmt: skip
+            "--model-name", str(dropout["gpt2_fsdp"])]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -99,8 +99,8 @@ def test_values_out_of_range_and_combinations_are_one_message():
         "--lr is 1e+30, but must be at least 1e-12, below 10. "
         "--warmup-ratio is 1.0, but must be at least 0, below 1. "
         "--weight-decay is nan, but must be at least 0, below 2,147,483,648. "
-        "--wrap size is neither block nor size:N. --strategy ddp needs --fsdp 1, without "
-        "--cpu-offload."
+        "--strategy ddp needs --fsdp 1, without --cpu-offload. "
+        "--wrap size is neither block nor size:N."
     )
 
 

@@ -34,7 +34,7 @@ SCRIPTS = pytest.mark.parametrize("script", [
 
 
 @pytest.fixture(scope="module")
-def flags(pairs, block_flags, chats, llama_directory, tmp_path_factory) -> dict[str, list]:
+def flags(pairs, block_flags, chats, llama_directory, dropout, tmp_path_factory) -> dict[str, list]:
     """Return flags for 8 or 12 steps of two ranks by script: more than one epoch, with dropout but
     for Llama, which has two data sets."""
     csv = tmp_path_factory.mktemp("pairs") / "pairs.csv"
@@ -43,7 +43,8 @@ def flags(pairs, block_flags, chats, llama_directory, tmp_path_factory) -> dict[
     tiny = ["--log-every", 1, "--save-every", 2, "--eval-every", 3, "--max-steps", 8, "--lr", 1e-3,
             "--batch-size", 4, "--model-name", "tiny"]  # fmt: skip
     return {
-        "T5_training": [*tiny, "--dataset", pairs, "--num-train-samples", 0, "--rouge-samples", 0],
+        "T5_training": [*tiny, "--model-name", dropout["T5_training"], "--dataset", pairs,
+                        "--num-train-samples", 0, "--rouge-samples", 0],
         "gpt2_fsdp": [*tiny, *block_flags, "--fsdp", 2],
         "llama_fsdp": [*tiny, "--model-name", llama_directory, "--dataset", chats, csv,
                        "--max-seq-length", 96, "--num-train-samples", 20, "--max-steps", 12,
