@@ -116,7 +116,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
 
 
 def changed_flags(flags: dict, saved: dict) -> list[str]:
-    """Return a text for each of `flags` whose value in the state `saved` is another one."""
+    """Return a text for each of `flags` that differs in the state `saved`."""
     texts = []
     for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
         was = saved["flags"].get(name)
@@ -290,8 +290,8 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_newest(output: Path) -> Path | None:
-    """Return the newest complete checkpoint of the run in `output`, or None if it has saved none.
-    Raise Problem if all are damaged: the run must not start over."""
+    """Return the newest complete checkpoint of a run, or None. Raise Problem if all are damaged:
+    the run must not start over."""
     directory = output / "checkpoints"
     complete = complete_checkpoints(directory)
     for path in {*directory.glob(NAMES)}.difference(complete):
@@ -328,7 +328,7 @@ def load(
 
 
 def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
-    """Load the tensors `names` of a model from a checkpoint of any world size and strategy."""
+    """Load the tensors `names` of a model."""
     weights = model_weights(model, names)
     read(path, {"model": weights})
     # FSDP1 warns that the second name of each tied weight is missing.
