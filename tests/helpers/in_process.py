@@ -1,5 +1,6 @@
 """Run a script in this process: faster than a launch, and open to monkeypatching."""
 
+import os
 import sys
 from types import ModuleType
 from unittest import mock
@@ -13,11 +14,11 @@ from optional import flag_advice
 def start(script: ModuleType, *flags: object) -> int:
     """Run a script as a process group of one, and return its exit code; errors go to stderr."""
 
-    def finish(error: BaseException | None = None, code: int = 0) -> None:
-        raise error or SystemExit(code)
+    def end(code: int) -> None:
+        raise SystemExit(code)
 
     argv = [script.__file__, *map(str, flags)]
-    with mock.patch.object(ranks, "finish", finish), mock.patch.object(sys, "argv", argv):
+    with mock.patch.object(os, "_exit", end), mock.patch.object(sys, "argv", argv):
         try:
             script.fsdp_main(script.parse_args())
         except SystemExit as error:
