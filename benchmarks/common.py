@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -95,17 +96,26 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def launch(processes: int, *command: object) -> dict | None:
-    """Run a program under torchrun. Return the JSON in the last such line of its output, or None if
-    the memory did not suffice for one; exit if it fails."""
+def launch(
+    processes: int, *command: object, report: Callable[[dict], None] = lambda _: None
+) -> dict | None:
+    """Run a program under torchrun. Call `report` with the JSON in each such line of its output.
+    Return the last, or None if the memory did not suffice for one; exit if the program fails."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*torchrun, "--nproc-per-node", str(processes), *map(str, command)]
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
     environment["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # else glibc would keep freed tensors
-    run = subprocess.run(words, capture_output=True, text=True, env=environment)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    is_full = f"exitcode  : {OUT_OF_MEMORY}" in run.stderr
-    if run.returncode and not is_full:
-        sys.exit(f"{' '.join(words)} failed:\n{run.stderr[-9000:]}")
-    return json.loads(lines[-1]) if lines else None
+    result = None
+    with tempfile.TemporaryFile("w+") as errors:
+        pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(words, env=environment, **pipes) as run:
+            for line in run.stdout:
+                if line.startswith("{"):
+                    result = json.loads(line)
+                    report(result)
+        errors.seek(0)
+        text = errors.read()
+    if run.returncode and f"exitcode  : {OUT_OF_MEMORY}" not in text:
+        sys.exit(f"{' '.join(words)} failed:\n{text[-9000:]}")
+    return result

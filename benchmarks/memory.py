@@ -12,7 +12,7 @@ AdamW's moments and, on GPUs, the allocator's peak. TFLOP/s are those of a GPU, 
 recomputation; MFU is their share of --peak-tflops. Flags that this program does not know go to the
 script.
 
---largest-batch raises the batch size by an eighth until it does not fit, and shows the last one.
+--largest-batch raises the batch size by an eighth until it does not fit, with a row for each size.
 
 --ranks measures rank 0 of so many, in nodes of 8, in torch's fake process group, whose collectives
 do not communicate: an all-gather repeats this rank's shard, a reduce-scatter keeps this rank's
@@ -295,13 +295,17 @@ def main() -> None:
     print("| model | batch per rank | parameters | gradients | moments | peak | s | tokens/s "
           "| TFLOP/s | MFU |\n|---|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
     for model, strategy in itertools.product(options.models, options.strategies):
+        name = f"{model}, {strategy}"
+
+        def report(result: dict | None, name: str = name) -> None:
+            print(row(name, result, processes, options.peak_tflops), flush=True)
+
         with tempfile.TemporaryDirectory() as directory:
             memory_estimator.load_config(model).save_pretrained(directory)
             ByT5Tokenizer().save_pretrained(directory)
             words = [*sys.argv[1:], "--trial", model, directory, "--strategy", *strategy.split()]
-            result = launch(processes, __file__, *words)
-        name = f"{model}, {strategy}"
-        print(row(name, result, processes, options.peak_tflops), flush=True)
+            if launch(processes, __file__, *words, report=report) is None:
+                report(None)
 
 
 if __name__ == "__main__":

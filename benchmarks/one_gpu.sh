@@ -1,15 +1,16 @@
 #!/bin/bash
 # Measure and test on one borrowed GPU in ten minutes, the most important first.
 #
-#   bash benchmarks/one_gpu.sh OUT              # phases a to f, below
+#   bash benchmarks/one_gpu.sh OUT              # phases a to g, below
 #   bash benchmarks/one_gpu.sh OUT e f          # only these
 #   TINY=1 bash benchmarks/one_gpu.sh OUT       # tiny models on a CPU: does each command start?
 #
-# Each command has a limit, and all together LIMIT seconds. Its output goes to OUT/NAME.txt as it
-# comes, and its exit code and tables to OUT/summary.txt, so a run that is cut off keeps its results.
+# Each command has a limit, and all together LIMIT seconds. After each, OUT has two files:
+# summary.txt with its exit code and tables, and logs.tgz with the output of all. So a run that is
+# cut off keeps its results. PYTHON is the interpreter (default: python3).
 #
-# torch 2.11 and Transformers 5.17 are enough. Phases c and d need 120 GB of GPU memory. Without a
-# network, carry wheels/, made by the command below. LoRA also needs peft, QLoRA bitsandbytes.
+# torch 2.11 and Transformers 5.17 are enough. The 7B needs 120 GB of GPU memory. Without a
+# network, carry wheels/, made by the command below.
 #
 #   pip wheel --no-deps -w wheels tyro docstring-parser typeguard datasets multiprocess dill \
 #       filelock nltk defusedxml rouge-score ninja pytest-xdist execnet
@@ -18,11 +19,13 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 out=$(realpath -m "$1")
 shift
-phases=${*:-a b c d e f}
+phases=${*:-a b c d e f g}
 deadline=$((SECONDS + ${LIMIT:-585}))
 tiny=${TINY:-}
+python=${PYTHON:-python3}
+logs=$(mktemp -d)
 mkdir -p "$out"
-export HF_HUB_OFFLINE=1 STAGED_BUILD=${STAGED_BUILD:-$out/staged}
+export HF_HUB_OFFLINE=1 STAGED_BUILD=${STAGED_BUILD:-$logs/staged}
 export PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5  # then torchrun ends ranks that ignore SIGTERM
 
@@ -35,20 +38,21 @@ run() {  # NAME SECONDS COMMAND...: run a Python program for at most so many sec
     fi
     [ -z "$tiny" ] || limit=$((10 * limit))  # the CPU may be slow
     ((limit < left)) || limit=$left
-    timeout --kill-after=10 "$limit" python "$@" >"$out/$name.txt" 2>&1
+    timeout --kill-after=10 "$limit" "$python" "$@" >"$logs/$name.txt" 2>&1
     local code=$?
     {
         echo "$name: exit code $code after $((SECONDS - start)) of $limit s"
-        grep -E "^\| |[0-9]+ (passed|failed|skipped)" "$out/$name.txt"
+        grep -E "^\| |PASSED|FAILED|[0-9]+ (passed|failed|skipped)" "$logs/$name.txt"
     } | tee -a "$out/summary.txt"
+    flock "$logs" tar -czf "$out/logs.tgz" -C "$logs" --exclude=./staged .
     return $code
 }
 
 tests() {  # NAME SECONDS FLAGS...: run tests, on many cores if pytest-xdist is installed
     local name=$1 limit=$2
     shift 2
-    python -c "import xdist" 2>/dev/null && [ -z "$tiny" ] && set -- -n 12 "$@"
-    run "$name" "$limit" -m pytest -p no:cacheprovider "$@"
+    "$python" -c "import xdist" 2>/dev/null && [ -z "$tiny" ] && set -- -n 12 "$@"
+    run "$name" "$limit" -m pytest -v -p no:cacheprovider "$@"
 }
 
 memory() {  # NAME SECONDS MODEL FLAGS...: run benchmarks/memory.py
@@ -59,48 +63,65 @@ memory() {  # NAME SECONDS MODEL FLAGS...: run benchmarks/memory.py
     run "$name" "$limit" benchmarks/memory.py --models "$model" "$@"
 }
 
-phase_a() {  # several ranks on this GPU: losses, a kill, a resume with other ranks, the export
-    run a-build 90 tests/gpu/staged.py || return
-    tests a-ranks 170 tests/test_ranks_on_one_gpu.py ${tiny:+-m "not slow"}
+ours="--processes 1 --length 4096 --steps 5 --strategies"
+two_ranks="2ranks or bf16"
+
+phase_a() {  # 7B on this GPU, four sequences: the tokens/s and TFLOP/s to quote
+    memory a-batch-4 60 llama-2-7b $ours full_shard --batch-size 4
 }
 
-phase_b() {  # one rank of many: its peak against the estimate
-    memory b-7b 100 llama-2-7b --ranks 8 --length 4096 --strategies full_shard "full_shard --fsdp 2"
-    memory b-70b 180 llama-2-70b --ranks 32 --length 4096 \
-        --strategies full_shard "full_shard --fsdp 2"
+phase_b() {  # two ranks on this GPU, by variant: losses and exports
+    if ((build)); then
+        wait "$build"
+    fi
+    tests b-two-ranks 150 tests/test_ranks_on_one_gpu.py -k "$two_ranks" ${tiny:+-m "not slow"}
 }
 
-phase_c() {  # 7B on this GPU: tokens/s and TFLOP/s
-    local ours="--processes 1 --length 4096 --steps 5 --strategies"
-    memory c-batch-4 50 llama-2-7b $ours full_shard --batch-size 4
-    memory c-batch-1 130 llama-2-7b $ours full_shard "full_shard --activation-checkpointing none"
-    [ -n "$tiny" ] || memory c-compiled 90 llama-2-7b $ours "full_shard --compile"
-    memory c-qlora 60 llama-2-7b $ours "full_shard --lora-rank 16 --load-in-4bit" --memory-limit-gb 24
+phase_c() {  # one rank of many under FSDP2: its peak against the estimate
+    memory c-7b 50 llama-2-7b --ranks 8 --length 4096 --strategies "full_shard --fsdp 2"
+    memory c-70b 90 llama-2-70b --ranks 32 --length 4096 --strategies "full_shard --fsdp 2"
 }
 
-phase_d() {  # the Trainer beside our scripts
+phase_d() {  # 7B with less recomputation, and compiled
+    memory d-selective 60 llama-2-7b $ours "full_shard --activation-checkpointing selective" \
+        "full_shard --activation-checkpointing none"
+    [ -n "$tiny" ] || memory d-compiled 100 llama-2-7b $ours \
+        "full_shard --compile --activation-checkpointing selective"
+}
+
+phase_e() {  # one rank of many under FSDP1, and the Trainer beside our scripts
+    memory e-7b 50 llama-2-7b --ranks 8 --length 4096 --strategies full_shard
+    memory e-70b 90 llama-2-70b --ranks 32 --length 4096 --strategies full_shard
     local side="--preset gpu" steps=20
     [ -z "$tiny" ] || side="--preset cpu --rows 100" steps=1
-    run d-gpt2-large 80 benchmarks/speed.py $side --processes 1 --against trainer --steps $steps
+    run e-trainer 80 benchmarks/speed.py $side --processes 1 --against trainer --rounds 1 \
+        --steps $steps
 }
 
-phase_e() {  # the largest batch of rank 0 of 2 in 24 GB, as in huggingface.co/blog/pytorch-fsdp
+phase_f() {  # the other tests for GPUs: Llama, kills, saves in the background, four ranks
+    tests f-tests 150 tests/test_gpu.py -k "llama_fsdp or not script_resumes" -m "not slow"
+    tests f-four-ranks 150 tests/test_ranks_on_one_gpu.py -k "not ($two_ranks)" \
+        ${tiny:+-m "not slow"}
+}
+
+phase_g() {  # the largest batch of rank 0 of 2 in 24 GB, as in huggingface.co/blog/pytorch-fsdp
     local search="--ranks 2 --length 128 --precision fp32 --memory-limit-gb 24 --largest-batch --steps 1"
     local strategies=(full_shard shard_grad_op ddp) model tiny_model=tiny-gpt2
     # Offloaded shards are pinned, which needs a GPU.
     [ -n "$tiny" ] || strategies+=("full_shard --cpu-offload" "shard_grad_op --cpu-offload")
     for model in gpt2-xl gpt2-large; do
-        memory "e-$model" 240 "$model" $search --strategies "${strategies[@]}" &
+        memory "g-$model" 120 "$model" $search --strategies "${strategies[@]}"
     done
-    wait
 }
 
-phase_f() {  # the tests for GPUs that have not run, of Llama and of kills
-    tests f-tests 150 tests/test_gpu.py -k "llama_fsdp or not script_resumes" -m "not slow"
-}
-
-[ ! -d wheels ] || python -m pip install --quiet --no-deps --no-index wheels/*.whl
+[ ! -d wheels ] || "$python" -m pip install --quiet --no-deps --no-index wheels/*.whl
+build=0
+if [[ " $phases " =~ " b "|" f " ]]; then  # both need it; meanwhile the GPU is used
+    "$python" tests/gpu/staged.py >"$logs/build.txt" 2>&1 &
+    build=$!
+fi
 for phase in $phases; do
     "phase_$phase"
 done
+rm -r "$logs"
 exit 0 # OUT/summary.txt has the exit codes

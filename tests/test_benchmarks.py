@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -81,36 +82,34 @@ def test_save_and_resume_are_timed():
     assert re.search(r"^\| ours-fsdp2 \|( [\d.]+ \|){7}$", table, re.M)
 
 
-def plan(output: Path, phase: str, folder: Path = Path(sys.executable).parent, **more: str) -> None:
-    """Run a phase of one_gpu.sh with the `python` in a folder."""
-    environment = os.environ | more | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    command = ["bash", ROOT / "benchmarks/one_gpu.sh", output, phase]
-    subprocess.run(command, check=True, env=environment)
-
-
-PHASES = [pytest.param(x, marks=() if x in "bf" else pytest.mark.slow) for x in "abcdef"]
+def plan(output: Path, *phases: str, python: Path = Path(sys.executable), **more: str) -> str:
+    """Run phases of one_gpu.sh, or all, and return the summary."""
+    command = ["bash", ROOT / "benchmarks/one_gpu.sh", output, *phases]
+    subprocess.run(command, check=True, env=os.environ | more | {"PYTHON": str(python)})
+    assert {path.name for path in output.iterdir()} == {"summary.txt", "logs.tgz"}
+    return (output / "summary.txt").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("phase", PHASES)
-def test_each_command_for_one_borrowed_gpu_starts_on_a_cpu(phase, tmp_path):
-    """Tests of phase f are skipped without a GPU."""
-    plan(tmp_path, phase, TINY="1", LIMIT="3600")
-    summary = (tmp_path / "summary.txt").read_text()
+@pytest.mark.parametrize("phases", ["c", pytest.param("", marks=pytest.mark.slow)])
+def test_plan_for_one_borrowed_gpu_starts_on_a_cpu(phases, tmp_path):
+    """One phase, and all. Tests of tests/test_gpu.py are skipped without a GPU."""
+    summary = plan(tmp_path, *phases, TINY="1", LIMIT="3600")
     codes = re.findall(r"^(\S+): exit code (\d+)", summary, re.M)
-    assert codes
+    assert {name[0] for name, _ in codes} == set(phases or "abcdefg")
     assert {code for _, code in codes} == {"0"}, summary
-    assert {name for name, _ in codes} == {path.stem for path in tmp_path.glob("*-*.txt")}
+    with tarfile.open(tmp_path / "logs.tgz") as logs:
+        assert {f"./{name}.txt" for name, _ in codes} <= set(logs.getnames())
 
 
 def test_command_for_one_borrowed_gpu_ends_at_its_limit_and_keeps_its_output(tmp_path):
     """The commands without time are named."""
-    (tmp_path / "python").write_text("#!/bin/sh\necho '| kept |'\nexec sleep 6000\n")
-    (tmp_path / "python").chmod(0o755)
-    plan(tmp_path, "b", folder=tmp_path, LIMIT="5")
-    lines = (tmp_path / "summary.txt").read_text().splitlines()
-    assert lines[0].startswith("b-7b: exit code 124 after ")
-    assert lines[1:] == ["| kept |", "b-70b: no time left"]
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '| kept |'\nexec sleep 6000\n")
+    python.chmod(0o755)
+    lines = plan(tmp_path / "out", "c", python=python, LIMIT="5").splitlines()
+    assert lines[0].startswith("c-7b: exit code 124 after ")
+    assert lines[1:] == ["| kept |", "c-70b: no time left"]
 
 
 def test_titles_of_the_sharding_picture_do_not_touch():

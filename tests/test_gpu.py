@@ -73,6 +73,8 @@ FLAGS = [
     ["--precision", "bf16", "--gradient-accumulation-steps", "2"],
     ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--fsdp", "2"],
 ]
+if torch.__version__ >= (2, 13):  # 2.11's stager ends with the first save
+    FLAGS += [["--precision", "bf16", "--async-save", "--fsdp", "2"]]
 if RANKS > 1:
     FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2", "--precision", "bf16"]
