@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
-from prepare import read, sets, tables, tokens
+from prepare import losses, read, sets, tables, tokens
 from prepare.read import Parts
 from prepare.tables import Form, Table
 
@@ -25,8 +26,10 @@ FEATURES = {
     "input_ids": IDS,
     "labels": IDS,
     "cut": NUMBER,
+    "lost": NUMBER,
     "key": NUMBER,
     "spells": Value("bool"),
+    **losses.FEATURES,
 }
 # Instead of today's date, so that each start has the same texts.
 FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
@@ -132,6 +135,7 @@ def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dat
     )
     stored = [column for column in table.columns if column not in form.ignored]
     documents = tables.map_rows(name, table, stored, function, FEATURES, args.bad_rows)
+    losses.print_losses(name, documents)
     spells = sum(documents["spells"][:])
     if spells:
         print0(f"{name}: {spells:,} documents spell special tokens. Text of chats becomes these.")
@@ -163,10 +167,11 @@ def encode_row(
         value = row.get(column)
         if header and isinstance(value, str) and header in value:
             raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
-    text = ""  # it may spell special tokens
+    text = change = ""  # the text may spell special tokens
     if form.columns == (text_column,):
         text = prompt = row.get(text_column)
         documents = [encode_text(prompt, tokenizer)]
+        change = losses.find_change(text, documents[0][0], tokenizer)
     elif form.columns == ("input_ids",):
         ids, labels = read_tokens(row, length, tokenizer)
         documents = [(ids, labels)]
@@ -175,19 +180,26 @@ def encode_row(
     else:
         chat = read_chat(row, form)
         text = str(chat)
-        documents = encode(chat, tokenizer)
+        rendered = render_checked(chat, tokenizer)
+        documents = encode_rendered(rendered, tokenizer)
+        ids, _ = documents[-1]
+        change = losses.find_change(rendered[-1].text, ids, tokenizer, is_rendered=True)
         turns, _ = chat
         first = [turn["role"] for turn in turns].index("assistant")
         prompt = turns[:first] or turns
     added = tokenizer.added_tokens_decoder.values()
-    spells = any(token.special and str(token) in text for token in added)
-    return [sample(prompt, ids, labels, length, spells) for ids, labels in documents]
+    found = {
+        "spells": any(token.special and str(token) in text for token in added),
+        "change": change,
+        "mark": losses.find_mark(text, tokenizer),
+    }
+    return [sample(prompt, ids, labels, length) | found for ids, labels in documents]
 
 
-def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> dict:
+def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> dict:
     """Return a document with FEATURES and at most `length` tokens. `cut` is 0 if these are all, 1
-    if targets are among them, else 2. `key` is a hash of everything before the first answer.
-    `spells`: whether the row spells special tokens."""
+    if targets are among them, else 2; `lost` is the number of others. `key` is a hash of everything
+    before the first answer."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
     cut = 0
     if len(ids) > length:
@@ -196,8 +208,8 @@ def sample(prompt: object, ids: Ids, labels: Ids, length: int, spells: bool) -> 
         "input_ids": ids[:length],
         "labels": labels[:length],
         "cut": cut,
+        "lost": max(0, len(ids) - length),
         "key": int.from_bytes(digest),
-        "spells": spells,
     }
 
 
@@ -308,12 +320,22 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
 
 
 def encode(chat: Chat, tokenizer: Tokenizer) -> list:
-    """Return the documents of a chat, whose first token is not a target. Targets are the tokens of
-    the assistant's turns, from after the header through the end marker. EOS is appended to an
-    answer that ends a document."""
+    """Return the documents of a chat."""
+    return encode_rendered(render_checked(chat, tokenizer), tokenizer)
+
+
+def render_checked(chat: Chat, tokenizer: Tokenizer) -> list:
+    """Return a chat's documents as texts. Raise an error if the template is not fit for these."""
     rendered = render(chat, tokenizer)
     functions = (render, text_of, answer_ends)  # optional: template_checks
     checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
+    return rendered
+
+
+def encode_rendered(rendered: list, tokenizer: Tokenizer) -> list:
+    """Return the documents of a chat, whose first token is not a target. Targets are the tokens of
+    the assistant's turns, from after the header through the end marker. EOS is appended to an
+    answer that ends a document."""
     documents = []
     for document in rendered:
         documents += tokenize(document.text, document.answers, tokenizer)
@@ -442,16 +464,21 @@ def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     text before it, so that text is tokenized once."""
     added = tokenizer.added_tokens_decoder.values()
     special = [str(token) for token in added if token.special and not token.lstrip]
-    prefixes = {}
-    known = 0  # characters of the text whose tokens are in known_ids
-    known_ids = []
+    known = 0  # characters of the text that are in whole segments
+    segments = []
+    rests = {}  # the number of whole segments before each end, and the text between
     for end in sorted(ends):
         marks = [text.rfind(token, known, end) for token in special]
         mark = max(marks, default=0)
         if mark > known:
-            known_ids = known_ids + ids_of(text[known:mark], tokenizer)
+            segments.append(text[known:mark])
             known = mark
-        prefixes[end] = known_ids + ids_of(text[known:end], tokenizer)
+        rests[end] = (len(segments), text[known:end])
+    texts = [*segments, *(rest for _, rest in rests.values())]
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    prefixes = {}
+    for (end, (count, _)), rest in zip(rests.items(), ids[len(segments) :], strict=True):
+        prefixes[end] = [*itertools.chain(*ids[:count]), *rest]
     return prefixes
 
 
@@ -525,10 +552,10 @@ def drop_cut(name: str, split: str, documents: Dataset, length: int) -> Dataset:
         return documents
     cut = documents.with_format("numpy")["cut"][:]
     kept = np.flatnonzero(cut < 2)
-    is_cut = np.count_nonzero(cut == 1)
     print0(
         f"{name}, {split}: {len(kept):,} of {len(documents):,} documents have an answer within "
-        f"--max-seq-length {length}, which cuts {is_cut:,} of them"
+        f"--max-seq-length {length}, which cuts {np.count_nonzero(cut == 1):,} of them. Cut and "
+        f"left out: {sum(documents['lost'][:]):,} tokens"
     )
     if 2 * len(kept) < len(documents):
         raise Problem(

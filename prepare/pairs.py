@@ -16,7 +16,7 @@ from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.ranks import Problem, print0
-from prepare import read, sets, tables, tokens
+from prepare import losses, read, sets, tables, tokens
 from prepare.read import Parts
 from prepare.tables import Form, Table
 
@@ -36,7 +36,6 @@ document summary, dialogue summary, text summary, text target, source target, in
 prompt response, prompt completion, question answer"""
 USUAL_COLUMNS = [tuple(names.split()) for names in USUAL_NAMES.split(",")]
 OTHER_COLUMNS = ("title", "topic", "overview", "sectionLabel")  # beside published pairs
-SPACES = "a\n\tb  c"  # text that some tokenizers change
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -188,44 +187,47 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Any) -> Dataset
     many the tokenizer changes. Return tokens as they are."""
     if "input_ids" in rows.column_names:
         return rows
+    limits = {"--source-length": args.source_length, "--target-length": args.target_length}
     function = partial(
         encode_pair,
         prefix=args.source_prefix,
-        limits=(args.source_length, args.target_length),
-        keeps_spaces=SPACES in tokenizer.decode(tokenizer(SPACES)["input_ids"]),
+        limits=(*limits.values(),),
         tokenizer=tokenizer,
     )
     table = tables.as_table(rows)
-    features = TOKENS | {"is_changed": Value("bool")}
+    features = TOKENS | losses.FEATURES | dict.fromkeys(limits, Value("int32"))
     samples = tables.map_rows(spec, table, PAIR, function, features, args.bad_rows)
-    count = sum(samples["is_changed"][:])
-    if count:
-        print0(f"{spec}: in {count:,} rows, the tokenizer loses line breaks, spaces or characters")
-    return samples.remove_columns("is_changed")
+    losses.print_losses(spec, samples)
+    for flag, limit in limits.items():
+        losses.print_cut(spec, flag, limit, samples[flag][:])
+    return samples.select_columns([*TOKENS])
 
 
-def encode_pair(
-    row: dict,
-    prefix: str,
-    limits: tuple,
-    keeps_spaces: bool,
-    tokenizer: Tokenizer,
-) -> list:
-    """Return the tokens of a text and of its summary, and whether the tokenizer changes these: line
-    breaks and repeated spaces, characters that it does not know, or the text of EOS."""
-    ids = tokenize(tokenizer, limits[0], text=prefix + row["text"])
-    labels = tokenize(tokenizer, limits[1], text_target=row["summary"])
-    has_spaces = re.search(r"\n|\t|  ", row["text"] + row["summary"])
-    special = {tokenizer.unk_token_id, tokenizer.eos_token_id}
-    is_changed = not special.isdisjoint(ids[:-1] + labels[:-1])
-    if has_spaces and not keeps_spaces:
-        is_changed = True
-    return [{"input_ids": ids, "labels": labels, "length": len(ids), "is_changed": is_changed}]
+def encode_pair(row: dict, prefix: str, limits: tuple, tokenizer: Tokenizer) -> list:
+    """Return the tokens of a text and of its summary, with what the tokenizer changes in these, and
+    how many tokens the limits cut."""
+    text = prefix + row["text"]
+    ids, all_ids = tokenize(tokenizer, limits[0], text=text)
+    labels, all_labels = tokenize(tokenizer, limits[1], text_target=row["summary"])
+    sample = {
+        "input_ids": ids,
+        "labels": labels,
+        "length": len(ids),
+        "--source-length": len(all_ids) - len(ids),
+        "--target-length": len(all_labels) - len(labels),
+    }
+    both = f"{text} {row['summary']}"
+    sample["change"] = losses.find_change(both, all_ids + all_labels, tokenizer)
+    sample["mark"] = losses.find_mark(both, tokenizer)
+    return [sample]
 
 
-def tokenize(tokenizer: Tokenizer, length: int, **text: str) -> list:
-    """Return the tokens of a text, which end in EOS, at most `length`."""
-    ids = tokenizer(**text, truncation=True, max_length=length)["input_ids"]
+def tokenize(tokenizer: Tokenizer, length: int, **text: str) -> tuple:
+    """Return the tokens of a text, which end in EOS: at most `length`, and all."""
+    all_ids = tokenizer(**text, verbose=False)["input_ids"]
+    ids = all_ids
+    if len(ids) > length:
+        ids = tokenizer(**text, truncation=True, max_length=length)["input_ids"]
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids[: length - 1], tokenizer.eos_token_id]
-    return ids
+    return ids, all_ids

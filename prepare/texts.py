@@ -9,7 +9,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.ranks import Problem, print0
-from prepare import read, sets, tables, tokens
+from prepare import losses, read, sets, tables, tokens
 from prepare.read import Parts
 from prepare.tables import CONTINUES, Table
 
@@ -58,7 +58,9 @@ def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
         return tables.map_rows(name, table, table.columns, function, FEATURES, args.bad_rows)
     are_lines = "wikitext" in name.lower()
     function = partial(encode_text, column=column, tokenizer=tokenizer, are_lines=are_lines)
-    documents = tables.map_rows(name, table, [column], function, FEATURES, args.bad_rows)
+    features = FEATURES | losses.FEATURES
+    documents = tables.map_rows(name, table, [column], function, features, args.bad_rows)
+    losses.print_losses(name, documents)
     print_special(name, documents, tokenizer)
     if CONTINUES not in table.columns:  # not of text files
         tables.print_columns(name, [column], table.columns)
@@ -98,11 +100,15 @@ def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -
         encoded = tokenizer(
             part, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
-        documents.append([*encoded["input_ids"], tokenizer.eos_token_id])
+        ids = encoded["input_ids"]
+        document = {"input_ids": [*ids, tokenizer.eos_token_id]}
+        document["change"] = losses.find_change(part, ids, tokenizer)
+        document["mark"] = losses.find_mark(part, tokenizer)
+        documents.append(document)
     is_line = are_lines and text.endswith(" \n")
     if is_line or row.get(CONTINUES):
-        documents[-1].pop()
-    return [{"input_ids": ids} for ids in documents]
+        documents[-1]["input_ids"].pop()
+    return documents
 
 
 def cut(documents: Dataset, size: int, tokenizer: Tokenizer) -> Dataset:

@@ -1,0 +1,66 @@
+"""What a tokenizer or a limit of length loses of texts. Any rank may call these functions."""
+
+import os
+import re
+from functools import lru_cache
+
+from datasets import Dataset, Value
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from core.ranks import print0
+
+FEATURES = {"change": Value("string"), "mark": Value("string")}
+SPACES = ("\n", "\t", "  ")
+MARK = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?\w+_of_\w+>|\[/?INST\]|\[/[A-Z_]+\]")
+
+
+def find_mark(text: str, tokenizer: Tokenizer) -> str:
+    """Return the first mark of a chat template in a text that is no token; "" if there is none."""
+    for mark in MARK.findall(text):
+        if tokenizer.convert_tokens_to_ids(mark) in (None, tokenizer.unk_token_id):
+            return mark
+    return ""
+
+
+def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = False) -> str:
+    """Return what the tokens of a text change in it; "" if that is at most single spaces. Tokens of
+    a rendered chat may be of its start, with EOS."""
+    decoded = tokenizer.decode(ids, skip_special_tokens=not is_rendered)
+    if is_rendered:
+        decoded = decoded.removesuffix(tokenizer.eos_token)
+    letters = "".join(text.split())
+    decoded = "".join(decoded.split())
+    if is_rendered:
+        letters = letters[: len(decoded)]
+    if letters != decoded:
+        same = len(os.path.commonprefix([letters, decoded]))
+        place = slice(max(0, same - 10), same + 10)
+        return f"{letters[place]!r} becomes {decoded[place]!r}"
+    if any(spaces in text for spaces in lost_spaces(tokenizer)):
+        return "line breaks or repeated spaces become a space"
+    return ""
+
+
+@lru_cache
+def lost_spaces(tokenizer: Tokenizer) -> list:
+    """Return those of SPACES that a tokenizer does not keep between letters."""
+    texts = {spaces: tokenizer.decode(tokenizer(f"a{spaces}b")["input_ids"]) for spaces in SPACES}
+    return [spaces for spaces, text in texts.items() if spaces not in text]
+
+
+def print_losses(name: str, samples: Dataset) -> None:
+    """Print how many samples have which of FEATURES, with the first of each."""
+    for column, line in (
+        ("change", "the tokenizer changes {} texts, for example: {}"),
+        ("mark", "{} texts have marks such as {}, which are no tokens: another template's"),
+    ):
+        found = [example for example in samples[column][:] if example]
+        if found:
+            print0(f"{name}: " + line.format(f"{len(found):,}", found[0]))
+
+
+def print_cut(name: str, flag: str, limit: int, lost: list) -> None:
+    """Print how many samples a flag cuts, given the number of tokens that each loses."""
+    cut = [number for number in lost if number > 0]
+    if cut:
+        print0(f"{name}: {flag} {limit} cuts {len(cut):,} of {len(lost):,}, by {sum(cut):,} tokens")
