@@ -99,3 +99,11 @@ def test_export_only_needs_no_data(prepared, tmp_path):
         assert start(llama_fsdp, *flags, "--export-only") == 0
         assert start(llama_fsdp, *flags, "--output-dir", tmp_path / "other") == 1
     assert [path.read_text() for path in files if path.exists()] == before
+
+
+@pytest.mark.parametrize("form", ["{0}/train", "{0}:train", "{0} {0}", "x.jsonl {0}"])
+def test_part_of_a_prepared_directory_is_refused(form, prepared):
+    args = importlib.import_module("llama_fsdp").TINY.data
+    args = dataclasses.replace(args, dataset=tuple(form.format(prepared).split()[::-1]))
+    with pytest.raises(Problem, match="is prepared. Pass the whole directory, as the only data"):
+        chat_dataset.load(args, ByT5Tokenizer())
