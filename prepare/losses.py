@@ -11,7 +11,7 @@ from core.ranks import print0
 
 FEATURES = {"change": Value("string"), "mark": Value("string")}
 SPACES = ("\n", "\t", "  ")
-MARK = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?\w+_of_\w+>|\[/?INST\]|\[/[A-Z_]+\]")
+MARK = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?\w+_of_\w+>|\[/?INST\]|\[/[A-Z_]+\]|</s>")
 
 
 def find_mark(text: str, tokenizer: Tokenizer) -> str:

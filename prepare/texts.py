@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pyarrow.compute as compute
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.ranks import Problem, print0
+from core.ranks import Problem
 from prepare import losses, read, sets, tables, tokens
 from prepare.read import Parts
 from prepare.tables import CONTINUES, Table
@@ -16,7 +15,6 @@ from prepare.tables import CONTINUES, Table
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
 USUAL_COLUMNS = [("text",), ("input_ids",), ("content",), ("document",), ("article",)]
-ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>")  # EOS of several models
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -61,22 +59,11 @@ def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     features = FEATURES | losses.FEATURES
     documents = tables.map_rows(name, table, [column], function, features, args.bad_rows)
     losses.print_losses(name, documents)
-    print_special(name, documents, tokenizer)
     if CONTINUES not in table.columns:  # not of text files
         tables.print_columns(name, [column], table.columns)
     if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
         raise Problem(f"Data set {name} has no text.")
     return cut(documents, args.block_size, tokenizer)
-
-
-def print_special(name: str, documents: Dataset, tokenizer: Tokenizer) -> None:
-    """Print which special tokens the first documents spell in plain tokens."""
-    starts = compute.list_slice(documents.data["input_ids"][:1000], 0, 2000).to_pylist()
-    texts = str(tokenizer.batch_decode(starts, skip_special_tokens=True))
-    special = {*tokenizer.all_special_tokens, *ENDS}
-    spelled = [word for word in sorted(special) if word in texts]
-    if spelled:
-        print0(f"{name}: the texts spell {' and '.join(spelled)}, which stay plain text")
 
 
 def read_block(row: dict, tokenizer: Tokenizer, size: int) -> list:
@@ -103,7 +90,8 @@ def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -
         ids = encoded["input_ids"]
         document = {"input_ids": [*ids, tokenizer.eos_token_id]}
         document["change"] = losses.find_change(part, ids, tokenizer)
-        document["mark"] = losses.find_mark(part, tokenizer)
+        spelled = [word for word in tokenizer.all_special_tokens if word in part]
+        document["mark"] = spelled[0] if spelled else losses.find_mark(part, tokenizer)
         documents.append(document)
     is_line = are_lines and text.endswith(" \n")
     if is_line or row.get(CONTINUES):
