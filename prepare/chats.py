@@ -220,8 +220,6 @@ def read_chat(row: dict, form: Form) -> Chat:
     row = {column: row[column] for column in row if column not in form.ignored}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
     first, *others = form.columns
-    if not others and isinstance(row.get(first), str):
-        raise Problem(f"{first} is text. Write a list of turns: objects with role and content")
     turns = read_pair(row, *form.columns) if others else as_objects(row, first)
     system = row.get("system") or row.get("system_prompt")
     if system and system != turns[0].get("content"):
@@ -235,10 +233,10 @@ def read_chat(row: dict, form: Form) -> Chat:
         turns[i] = {key: turn[key] for key in turn if key in kept}
     read = (*form.columns, *form.more)
     if not any(is_target(turn) for turn in turns):
-        columns = [column for column in row if column not in read]
-        ways = [tables.with_flags(FLAGS[:2], (first, column)) for column in columns]
-        advice = f". For answers of a column, pass {' or '.join(ways)}" if ways else ""
-        raise ValueError(f"the chat has no assistant turn to train on{advice}")
+        raise ValueError(
+            "the chat has no assistant turn to train on (if it is in another column, pass "
+            "--prompt-column and --completion-column)"
+        )
     if not form.is_named:
         document = "\n\n".join(turn["content"] for turn in turns)
         form.check(row, read, document, tables.with_flags(FLAGS[:2], form.columns))
@@ -250,15 +248,18 @@ def read_chat(row: dict, form: Form) -> Chat:
 
 def read_pair(row: dict, prompt: str, completion: str) -> list[dict]:
     """Return the turns of a prompt and its completion, which are texts or lists of turns. In a
-    prompt, the assistant's turns are no targets unless they say so."""
+    prompt, the assistant's turns are no targets unless they say so. The completion may be the whole
+    chat, as in UltraFeedback."""
     turns = as_objects(row, prompt, "user")
     for i, turn in enumerate(turns):
         if turn.get("role") == "assistant":
             turns[i] = {"train": False} | turn
     answers = as_objects(row, completion, "assistant")
-    if answers[0].get("role") != "assistant":
-        raise ValueError(f"{completion} does not start with the assistant. Use messages")
-    return turns + answers
+    if answers[0].get("role") == "assistant":
+        return turns + answers
+    if tables.is_known(row[prompt], "\n\n".join(str(turn.get("content")) for turn in answers)):
+        return answers
+    raise ValueError(f"{completion} is neither the answer to {prompt} nor a chat that contains it")
 
 
 def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
@@ -268,7 +269,7 @@ def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not value or not isinstance(value, list) or not isinstance(value[0], dict):
-        raise ValueError(f"{key} is empty or not a list of objects")
+        raise ValueError(f"{key} is no list of objects. Turns are objects with role and content")
     return value
 
 
