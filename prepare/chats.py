@@ -226,10 +226,10 @@ def read_chat(row: dict, form: Form) -> Chat:
         if turns[0].get("role") == "system":
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": system}, *turns]
+    kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
     for i, turn in enumerate(turns):
         check_turn(turn)
         form.check(turn, TURN_KEYS, turn["content"], "", "Write reasoning as reasoning_content. ")
-        kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
         turns[i] = {key: turn[key] for key in turn if key in kept}
     read = (*form.columns, *form.more)
     if not any(is_target(turn) for turn in turns):
