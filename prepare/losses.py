@@ -26,13 +26,10 @@ def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = 
     """Return what the tokens of a text change in it; "" if that is at most single spaces. Tokens of
     a rendered chat may be of its start, with EOS."""
     decoded = tokenizer.decode(ids, skip_special_tokens=not is_rendered)
-    if is_rendered:
-        decoded = decoded.removesuffix(tokenizer.eos_token)
     letters = "".join(text.split())
     decoded = "".join(decoded.split())
-    if is_rendered:
-        letters = letters[: len(decoded)]
-    if letters != decoded:
+    end = min(len(letters), len(decoded)) if is_rendered else None
+    if letters[:end] != decoded[:end]:
         same = len(os.path.commonprefix([letters, decoded]))
         place = slice(max(0, same - 10), same + 10)
         return f"{letters[place]!r} becomes {decoded[place]!r}"
