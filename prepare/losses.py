@@ -4,6 +4,7 @@ import os
 import re
 from functools import lru_cache
 
+import numpy as np
 from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -25,7 +26,8 @@ def find_mark(text: str, tokenizer: Tokenizer) -> str:
 def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = False) -> str:
     """Return what the tokens of a text change in it; "" if that is at most single spaces. Tokens of
     a rendered chat may be of its start, with EOS."""
-    decoded = tokenizer.decode(ids, skip_special_tokens=not is_rendered)
+    # Of a list, decode() checks the type of each number.
+    decoded = tokenizer.decode(np.array(ids), skip_special_tokens=not is_rendered)
     letters = "".join(text.split())
     decoded = "".join(decoded.split())
     end = min(len(letters), len(decoded)) if is_rendered else None
