@@ -39,6 +39,7 @@ from transformers.models.llama import modeling_llama
 
 import chat_dataset
 import optional.async_save as async_save  # optional: async_save
+import optional.base_files as base_files  # optional: base_files
 import optional.checksums as checksums  # optional: checksums
 import optional.flag_advice as flag_advice  # optional: flag_advice
 import optional.fused_norms as fused_norms  # optional: fused_norms
@@ -53,11 +54,10 @@ import optional.startup_checks as checks  # optional: startup_checks
 import optional.trackers as trackers  # optional: trackers
 import optional.watchdog as watchdog  # optional: watchdog
 import policies
-from core import checkpoint, ranks, weights
+from core import checkpoint, export, ranks, weights
 from core.args import Model, Optim, Run, parse
 from core.checkpoint import State
 from core.chunked_loss import LossHead
-from core.export import add_stops, export_model
 from core.log import Log, mean_losses, open_directory, progress
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
@@ -69,7 +69,7 @@ from core.steps import (
 )
 
 MODEL = transformers.LlamaForCausalLM
-OTHER = "T5_training.py trains encoder-decoders."
+OTHER_SCRIPT = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
 NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -92,8 +92,9 @@ RUN = Run(
     timeout_minutes=90.0,
 )
 RECOMPUTING = policies.Sharding(activation_checkpointing="blocks")
-export = export_model
-export = lora.export_model  # optional: lora
+export_model = export.export_model  # the optional lines below replace it
+export_model = lora.export_model  # optional: lora
+export_model = base_files.keep(export_model)  # optional: base_files
 
 
 @dataclass
@@ -147,7 +148,7 @@ def fsdp_main(args: Args) -> None:
     load = no_training.choose_data(args.only, load)  # optional: no_training
     data = ranks.local_main_process_first(load)
     model = wrap_model(args, device, model, blocks, initial)
-    parts = data, shapes, newest, scores, export, more_identity  # optional: no_training
+    parts = data, shapes, newest, scores, export_model, more_identity  # optional: no_training
     no_training.run(args, device, model, tokenizer, collate, *parts)  # optional: no_training
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, collate, *data, shapes, newest)
@@ -198,14 +199,16 @@ class LossModel:
 def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     name = args.model.model_name
-    directory, config, model_class, tokenizer = weights.open_model(name, MODEL, OTHER, TINY_CONFIG)
+    directory, config, model_class, tokenizer = weights.open_model(
+        name, MODEL, OTHER_SCRIPT, TINY_CONFIG
+    )
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     stops = chat_dataset.set_chat_template(tokenizer, args.data)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
     packed.set_kernel(args, config, model_class)  # optional: packed_attention
     model_class = type("LossModel", (LossModel, model_class), {})
     model, initial = weights.new_model(model_class, config, directory, needs_weights)
-    add_stops(model.generation_config, stops, tokenizer)
+    export.add_stops(model.generation_config, stops, tokenizer)
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, initial, blocks, tokenizer)  # optional: lora
@@ -270,6 +273,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
+@watchdog.watched  # optional: watchdog
 def train(
     args: Args,
     device: torch.device,
@@ -318,7 +322,7 @@ def train(
     state.chat = {"template": tokenizer.chat_template, "ends": ends}  # for --export-only
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
-    snapshot = checkpoint.snapshot
+    snapshot = checkpoint.snapshot  # the optional lines below replace these
     save = checkpoint.save
     save = checksums.with_sums(save)  # optional: checksums
     snapshot, save = async_save.in_background(snapshot, save, args)  # optional: async_save
@@ -427,13 +431,10 @@ def train(
             return False
     stop.forget()
     watchdog.restart()  # optional: watchdog
-    export(model, tokenizer, run.output_dir / "final", run.export_dtype)
+    export_model(model, tokenizer, run.output_dir / "final", run.export_dtype)
     save_best.check_written(state)  # optional: save_best
     log.write("done", best_loss=state.best_loss, best_step=state.best_step)
     return True
-
-
-train = watchdog.watched(train)  # optional: watchdog
 
 
 def evaluate(
@@ -460,7 +461,7 @@ def evaluate(
         log.write("val", **results)
         is_written = True
         watchdog.restart()  # optional: watchdog
-        how = export, model, tokenizer, stop.check  # optional: save_best
+        how = export_model, model, tokenizer, stop.check  # optional: save_best
         is_written = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:
         return True

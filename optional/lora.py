@@ -190,12 +190,12 @@ def check_markers(model: PreTrainedModel, initial: weights.Initial, tokenizer: T
 
 def export_model(
     model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: str,
-    check_stop: Callable = lambda: None,
+    check_stop: Callable = lambda: None, rewrite: Callable = lambda *_: None,
 ) -> None:  # fmt: skip
     """Write a model as `core.export` does or, if it has adapters, these, in fp32, as a directory
     that `PeftModel.from_pretrained` loads."""
     if not hasattr(model, "adapters"):
-        export.export_model(model, tokenizer, path, dtype, check_stop)
+        export.export_model(model, tokenizer, path, dtype, check_stop, rewrite)
         return
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -214,6 +214,7 @@ def export_model(
         settings = model.generation_config.to_json_string()  # without save_pretrained's refusals
         (temporary / "generation_config.json").write_text(settings)
         export.write_tokenizer(tokenizer, temporary)
+        rewrite(temporary, tokenizer)
 
     with export.new_directory(path) as temporary:
         ranks.on_rank_zero(write_adapters)

@@ -21,11 +21,12 @@ def rooms_of(script: str) -> list[str]:
 
 
 def make_copy(script: str, copy: Path, *without: str) -> str:
-    """Copy a script, check that ruff finds nothing in it, such as an unused import, and return what
-    the tool prints."""
+    """Copy a script, check that ruff finds nothing in it, such as an unused import or blank lines
+    where others were, and return what the tool prints."""
     flags = ["--without", *without] if without else []
     output = launch(0, "tools/copy_script.py", f"{script}.py", copy, *flags).stdout
     launch(0, "-m", "ruff", "check", ".", cwd=copy)
+    launch(0, "-m", "ruff", "format", "--check", ".", cwd=copy)
     text = "".join(path.read_text() for path in copy.rglob("*.py"))
     marks = set(re.findall(r"  # optional: (\w+)$", text, re.MULTILINE))
     inner = set(rooms_of(script)) - marks - {*without}
@@ -91,7 +92,7 @@ def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
     assert "pass one --dataset, a directory of tools/prepare.py" in result.stderr
     words = ["gpt2_fsdp.py", tmp_path / "other", "--without", "lock", "rouge", "lokc"]
     result = launch(0, "tools/copy_script.py", *words, check=False)
-    message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, checksums, "
+    message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, base_files, "
     assert result.returncode == 1 and result.stderr.startswith(message)
     assert not (tmp_path / "other").exists()
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from core import export, weights
 from core.ranks import Stopped
+from optional import base_files
 from prepare import chats
 
 SHAPE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,6 +45,7 @@ OLDER = {  # class, keys of config.json as Transformers 4 writes them
     "flan-t5": ("T5ForConditionalGeneration", FLAN_T5),
 }  # fmt: skip
 CHANGED = {"dtype", "torch_dtype", "transformers_version"}  # keys of an export's config.json
+EXPORT = base_files.keep(export.export_model)
 NAMED = [{"name": name, "template": "{{ messages }}" + name} for name in ("default", "tool_use")]
 
 
@@ -83,7 +85,7 @@ def export_base(base: Path, final: Path, kind: str, dtype: str = "fp32") -> dict
     directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
     model = load(kind, config, directory)
     tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
-    export.export_model(model, tokenizer, final, dtype)
+    EXPORT(model, tokenizer, final, dtype)
     return read(final / "config.json")
 
 
@@ -109,6 +111,33 @@ def test_settings_go_out_as_they_came_in(name, form, process_group, tmp_path):
     assert read(final / "generation_config.json") == generation | version
 
 
+@pytest.mark.parametrize("form", ["of Transformers 5", "of Transformers 4"])
+@pytest.mark.parametrize("name", OLDER)
+def test_exports_without_the_base_s_files_reload_with_equal_logits(
+    name, form, process_group, tmp_path
+):
+    """Generation may use the cache, and the tokenizer neither pads nor truncates."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    keys = save_base(name, base)
+    config = read(base / "config.json")
+    if form == "of Transformers 4":
+        config.pop("rope_parameters", None)
+        (base / "config.json").write_text(json.dumps(config | keys | {"torch_dtype": "bfloat16"}))
+    own = getattr(transformers, OLDER[name][0])
+    directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
+    model = load(kind, config, directory).eval()
+    tokenizer(["a text"], truncation=True, max_length=3, padding="max_length")
+    export.export_model(model, tokenizer, final, "fp32")
+    loaded = own.from_pretrained(final)
+    assert loaded.dtype == torch.float32 and loaded.config.use_cache
+    ids = torch.arange(3, 20)[None]
+    inputs = {"input_ids": ids, "labels": ids}
+    assert torch.allclose(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
+    saved = transformers.AutoTokenizer.from_pretrained(final)
+    assert saved("a longer text").input_ids == tokenizer("a longer text").input_ids
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
 @pytest.fixture
 def llama(process_group: None, tmp_path: Path) -> Path:
     """Return the directory of a Llama with a tokenizer."""
@@ -125,7 +154,7 @@ def test_settings_that_a_script_changes_are_written(llama, tmp_path):
     config.rope_parameters = yarn
     config.max_position_embeddings = 1024
     model = load(kind, config, directory)
-    export.export_model(model, tokenizer, tmp_path / "final", "fp32")
+    EXPORT(model, tokenizer, tmp_path / "final", "fp32")
     exported = read(tmp_path / "final/config.json")
     assert exported["max_position_embeddings"] == 1024
     assert exported["rope_parameters"].items() >= yarn.items()
@@ -155,7 +184,7 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
     assert exported["use_cache"] is True
     whole = transformers.AutoConfig.from_pretrained(base)
     whole.text_config.sliding_window = 9
-    merged = export.merge_settings(whole, base / "config.json")["text_config"]
+    merged = base_files.merge_settings(whole, base / "config.json")["text_config"]
     expected = settings["text_config"] | {"sliding_window": 9}
     assert {key for key in merged | expected if merged.get(key) != expected.get(key)} <= {"dtype"}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(final)
@@ -241,6 +270,7 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, llama, tm
     tokenizer.chat_template = "{{ messages[0] }}"
     for name in ("template", "tokens"):
         export.write_tokenizer(tokenizer, tmp_path / name)
+        base_files.rewrite(tmp_path / name, tokenizer)
         saved = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert saved.chat_template == tokenizer.chat_template and len(saved) == len(tokenizer)
         assert (tmp_path / name / "tokenizer.model").exists() == (name == "template")

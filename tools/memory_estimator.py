@@ -202,7 +202,7 @@ def build(script: ModuleType, config: transformers.PretrainedConfig) -> tuple[nn
     config, model_class = weights.choose_class(config, script.MODEL)
     if model_class is None:
         kind = config.model_type
-        raise ranks.Problem(f"{script.__name__} cannot train a {kind}. {script.OTHER}")
+        raise ranks.Problem(f"{script.__name__} cannot train a {kind}. {script.OTHER_SCRIPT}")
     config._attn_implementation = "estimate"
     if config.model_type == "gpt2":  # as the script does
         config.activation_function = "gelu_pytorch_tanh"

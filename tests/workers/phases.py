@@ -40,8 +40,7 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
     elif phase in validations:
         before(script, "evaluate", lambda *args: args[5].step in validations[phase])
     elif phase == "export":
-        name = "export" if hasattr(script, "export") else "export_model"
-        before(script, name, lambda *args: args[2].name == "final")
+        before(script, "export_model", lambda *args: args[2].name == "final")
     elif phase == "load":
         before(script, "load_model", lambda *_: True)
     elif phase == "tokenisation":
