@@ -25,7 +25,8 @@ import io
 import itertools
 import json
 import sys
-from collections import Counter
+from collections import ChainMap, Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -95,10 +96,12 @@ TABLES = {  # title: the key of an estimate for each column
     },
 }  # fmt: skip
 COMMAND = ("fsdp", "precision", "batch_size", "gradient_accumulation_steps", "optimizer",
-           "cpu_offload")  # fmt: skip
+           "cpu_offload", "lora_rank", "load_in_4bit")  # fmt: skip
 LEGEND = """units: unsharded parameters and gradients. peak: below the sum, as activations and
 gradients do not peak together. CPU, node: memory of all processes of a node, with offload.
 compute: FLOPs of a step, relative to those without recomputation."""
+# The attention kernel for CPUs saves what fused kernels for GPUs save, and no scores.
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # --activation-checkpointing, and its part of a row's name
 RECOMPUTED = {"none": "", "blocks": ", recomputed", "selective": ", selective"}
 
@@ -215,36 +218,19 @@ def build(script: ModuleType, config: transformers.PretrainedConfig) -> tuple[nn
     return model, blocks
 
 
-class FusedAttention(torch.autograd.Function):
-    """Attention for meta tensors, which saves the tensors that a fused kernel saves: no scores."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return an empty output [batch, length, heads, head size] for a query [batch, heads,
-        length, head size], and an empty fp32 log-sum-exp of the scores."""
-        batch, heads, length, size = query.shape
-        output = query.new_empty(batch, length, heads, size)
-        log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, log_sums, bias)
-        return output, log_sums
-
-
 def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return FusedAttention's output and None; set `module.kernel_flops` to its forward FLOPs, and
-    `module.kernel_results`. T5's bias is masked by padding, so every layer saves a bias [batch,
+    """Return the output [batch, length, heads, head size] of KERNEL for meta tensors, and None;
+    set `module.kernel_results`. T5's bias is masked by padding, so every layer saves a bias [batch,
     heads, length, length]."""
     if position_bias is not None:
         shape = (query.size(0), 1, 1, key.size(2))
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)
-        position_bias = torch.where(padding, position_bias, 0.0)
-    module.kernel_flops = 4 * query.numel() * key.size(2)
-    module.kernel_results = FusedAttention.apply(query, key, value, position_bias)
-    return module.kernel_results[0], None
+        position_bias = torch.where(padding, position_bias, 0.0).detach()
+    module.kernel_results = KERNEL(query, key, value, attn_mask=position_bias)
+    return module.kernel_results[0].transpose(1, 2), None
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -257,10 +243,12 @@ ATTENTIONS = {"fused": fused_attention, "eager": eager_attention}
 
 
 class Weight(NamedTuple):
-    """A parameter's shape and storage."""
+    """A parameter: its shape, in bytes if it is in 4 bits, and the bytes of an element."""
 
     shape: torch.Size
-    is_trained: bool = True  # frozen weights are stored in the compute dtype
+    held: int = 4  # of the shard: fp32 if trained, else the compute dtype
+    gathered: int = 4  # of the unsharded parameter
+    is_trained: bool = True
     in_4bit: bool = False
 
 
@@ -340,7 +328,7 @@ def read_model(args: Args) -> Model:
     result = Model(
         script=args.script or f"{script.__name__}.py",
         lengths=lengths,
-        units=weights_by_unit(script, model, blocks, in_4bit),
+        units=weights_by_unit(script, model, blocks, in_4bit, args.itemsize),
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         largest_in_4bit=max((weight.numel() for weight in in_4bit), default=0),
@@ -354,8 +342,16 @@ def read_model(args: Args) -> Model:
     return result
 
 
+def new_weight(parameter: nn.Parameter, itemsize: int, in_4bit: bool) -> Weight:
+    """Return the Weight of a parameter. `itemsize` is the bytes of the compute dtype."""
+    if in_4bit:
+        return Weight(torch.Size([parameter.numel() // 2]), 1, 1, False, True)
+    is_trained = parameter.requires_grad
+    return Weight(parameter.shape, 4 if is_trained else itemsize, itemsize, is_trained)
+
+
 def weights_by_unit(
-    script: ModuleType, model: nn.Module, blocks: Classes, in_4bit: set[nn.Parameter]
+    script: ModuleType, model: nn.Module, blocks: Classes, in_4bit: set[nn.Parameter], itemsize: int
 ) -> list[list[Weight]]:
     """Return a list of Weights for the root unit, then one for each other unit: a block or, if
     `wrap_model` names nn.Embedding, an embedding or a head that are not tied."""
@@ -371,7 +367,7 @@ def weights_by_unit(
             units.append(unit)
             for parameter in unit:
                 root.pop(parameter, None)
-    return [[Weight(p.shape, p.requires_grad, p in in_4bit) for p in unit] for unit in units]
+    return [[new_weight(p, itemsize, p in in_4bit) for p in unit] for unit in units]
 
 
 class Adapted(nn.Module):
@@ -413,8 +409,13 @@ def add_adapters(
 
 def storage_bytes(*parts: Storages) -> int:
     """Return the bytes of all storages in `parts`, each address counted once."""
-    storages = {address: storage for part in parts for address, storage in part.items()}
-    return sum(storage.nbytes() for storage in storages.values())
+    storages = ChainMap(*parts).values()
+    return sum(storage.nbytes() for storage in storages)
+
+
+def kernel_flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of KERNEL for the shapes of a query and a key."""
+    return 4 * query.numel() * key[2]
 
 
 def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Args) -> None:
@@ -428,7 +429,6 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
     outside: Storages = {}  # what autograd keeps outside of the blocks
     blocks: list[Storages] = []  # and in each block
     inputs: Storages = {}  # of all blocks
-    current = outside
     kept: Storages = {}  # by `selective`, besides the inputs
     products: list[Tensor] = []  # of the running block
     flops: list[int] = []  # for each of them
@@ -439,57 +439,54 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
             storages[storage._cdata] = storage  # lives on, so that no address is reused
         return tensor
 
-    def keep(tensor: Tensor) -> Tensor:
-        return note(current, tensor)
+    def saved_in(storages: Storages) -> Any:
+        keep = functools.partial(note, storages)
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
-    def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        nonlocal current
-        pytree.tree_map_only(Tensor, functools.partial(note, inputs), (args, options))
-        current = {}
-        blocks.append(current)
-
-    def multiply(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        products.append(output)
-        flops.append(2 * inputs[0].numel() * output.size(-1))
-
-    def leave(*_: Any) -> None:
-        nonlocal current
-        current = outside
+    def run_block(forward: Callable, *values: Any, **options: Any) -> Any:
+        pytree.tree_map_only(Tensor, functools.partial(note, inputs), (values, options))
+        blocks.append({})
+        with saved_in(blocks[-1]):
+            output = forward(*values, **options)
         for product in products[::2]:
             note(kept, product)
         result.recomputed["blocks"] += sum(flops[:-1])
         result.recomputed["selective"] += sum(flops[1:-1:2])
         products.clear()
         flops.clear()
+        return output
+
+    def multiply(_: nn.Module, values: tuple[Tensor, ...], output: Tensor) -> None:
+        products.append(output)
+        flops.append(2 * values[0].numel() * output.size(-1))
 
     for module in model.modules():
         if isinstance(module, classes):
-            module.register_forward_pre_hook(enter, with_kwargs=True)
-            module.register_forward_hook(leave)
+            module.forward = functools.partial(run_block, module.forward)
             for layer in module.modules():
                 if isinstance(layer, nn.Linear | Conv1D):
                     layer.register_forward_hook(multiply)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    ids = torch.empty(
-        args.batch_size,
-        args.seq_length,
-        dtype=torch.int64,
-        device="meta",
-    )
-    batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
+    shape = (args.batch_size, args.seq_length)
+    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    batch = {
+        "input_ids": ids,
+        "attention_mask": ids,
+    }
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)
-    with hooks, FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={KERNEL: kernel_flops},
+    )
+    with saved_in(outside), counter:
         model(**batch, use_cache=False)
     result.flops = counter.get_total_flops()
+    result.recomputed["blocks"] += counter.get_flop_counts()["Global"].get(KERNEL, 0)
     for module in model.modules():
-        if hasattr(module, "kernel_flops"):
-            result.flops += module.kernel_flops
-            result.recomputed["blocks"] += module.kernel_flops
-            for output in module.kernel_results:
-                note(kept, output)
+        for output in getattr(module, "kernel_results", ()):
+            note(kept, output)
     stays = {"none": blocks, "blocks": [inputs], "selective": [inputs, kept]}
     for name, parts in stays.items():
         size = storage_bytes(outside, *parts)
@@ -498,56 +495,53 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
 
 
 @functools.cache
-def flat_parameter(sizes: tuple[int, ...], shards: int, itemsize: int) -> Unit:
+def flat_parameter(unit: tuple[Weight, ...], shards: int) -> Unit:
     """Return the sizes of an FSDP1 unit. Each parameter starts at a multiple of 16 bytes in the
-    compute dtype, whose elements have `itemsize` bytes. All shards have one size."""
+    compute dtype. All shards have one size."""
+    itemsize = unit[0].gathered
     aligned = 16 // itemsize
     spans = []
     end = 0
-    for size in sizes:
+    for weight in unit:
         start = -(-end // aligned) * aligned
-        end = start + size
+        end = start + weight.shape.numel()
         spans.append((start, end))
     shard = -(-end // shards)
     whole = shards * shard
     updated = sum(max(0, min(end, shard) - start) for start, end in spans)
     return Unit(
-        gathered=itemsize * whole,
-        held=4 * shard,
-        trained=whole,
-        updated=updated,
+        itemsize * whole,
+        4 * shard,
+        whole,
+        updated,
     )
 
 
-def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
+@functools.cache
+def sharded_by_rows(unit: tuple[Weight, ...], shards: int) -> Unit:
     """Return the sizes of an FSDP2 unit. Each parameter is split by rows and padded to rank 0's
     number of rows (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). 4-bit weights are rows of
-    one byte. `itemsize` is the bytes of the compute dtype."""
-    unit = Unit()
-    for weight in weights:
+    one byte."""
+    sizes = Unit()
+    for weight in unit:
         shard = -(-weight.shape[0] // shards) * weight.shape[1:].numel()
-        if weight.in_4bit:
-            shard = -(-weight.shape.numel() // 2 // shards)
-            unit.held += shard
-            unit.gathered += shards * shard
-            continue
-        unit.gathered += itemsize * shards * shard
-        if weight.is_trained:
-            unit.trained += shards * shard
-            unit.updated += shard
-            unit.held += 4 * shard
-        else:
-            unit.held += itemsize * shard
-    return unit
+        sizes.held += weight.held * shard
+        sizes.gathered += weight.gathered * shards * shard
+        sizes.updated += weight.is_trained * shard
+    sizes.trained = shards * sizes.updated
+    return sizes
+
+
+SHARDING = {1: flat_parameter, 2: sharded_by_rows}  # by --fsdp
 
 
 def scale_bytes(model: Model) -> int:
     """Return the bytes of the scales of 4-bit weights, all of which every GPU holds: 8 bits per 64
     weights, 32 bits per 256 of those, and for each tensor their mean and the 16 values in fp32."""
     total = 0
-    for weight in itertools.chain.from_iterable(model.units):
+    for weight in itertools.chain(*model.units):
         if weight.in_4bit:
-            blocks = -(-weight.shape.numel() // 64)
+            blocks = -(-weight.shape.numel() // 32)
             total += blocks + 4 * -(-blocks // 256) + 4 * (1 + 16)
     return total
 
@@ -555,26 +549,13 @@ def scale_bytes(model: Model) -> int:
 def layout(model: Model, args: Args) -> tuple[int, list[Unit]]:
     """Return the number of GPUs that share the model, and its units. DDP has one, without
     padding."""
-    itemsize = args.itemsize
     if args.strategy == "ddp":
-        count = model.parameters
-        unit = Unit(
-            gathered=itemsize * count,
-            held=4 * count,
-            trained=count,
-            updated=count,
-        )
-        return 1, [unit]
+        whole = Weight(torch.Size([model.parameters]), gathered=args.itemsize)
+        return 1, [flat_parameter((whole,), 1)]
     shards = args.gpus_per_node
     if args.strategy != "hybrid_shard":
         shards *= args.nodes
-    if args.fsdp == 2:
-        return shards, [sharded_by_rows(unit, shards, itemsize) for unit in model.units]
-    units = []
-    for unit in model.units:
-        sizes = tuple(weight.shape.numel() for weight in unit)
-        units.append(flat_parameter(sizes, shards, itemsize))
-    return shards, units
+    return shards, [SHARDING[args.fsdp](tuple(unit), shards) for unit in model.units]
 
 
 def memory(model: Model, args: Args) -> dict[str, int]:
@@ -594,8 +575,9 @@ def memory(model: Model, args: Args) -> dict[str, int]:
     cpu = on_cpu * updated
     moments = states.moments + cpu
     unit = 4 * max(unit.trained for unit in units)
-    sizes = (weight.shape.numel() for weight in itertools.chain.from_iterable(model.units))
-    save, resume, copies = state_dicts(args, states, moments, unit, 4 * max(sizes) // shards)
+    sizes = (weight.shape.numel() for weight in itertools.chain(*model.units))
+    tensor = 4 * max(sizes) // shards
+    save, resume, copies = state_dicts(args, states, moments, unit, tensor)
     if args.cpu_offload:
         cpu = pinned_bytes(model, args, units, shards) + moments
         states = States(scales, 0, 0)
@@ -647,8 +629,8 @@ def pinned_bytes(model: Model, args: Args, units: list[Unit], shards: int) -> in
     FSDP1, of a parameter under FSDP2."""
     pieces = units
     if args.fsdp == 2:
-        weights = itertools.chain.from_iterable(model.units)
-        pieces = [sharded_by_rows([x], shards, args.itemsize) for x in weights]
+        weights = itertools.chain(*model.units)
+        pieces = [sharded_by_rows((weight,), shards) for weight in weights]
     total = 0
     for piece in pieces:
         for size in (piece.held, 4 * piece.trained // shards):
@@ -805,20 +787,17 @@ def command(model: Model, args: Args, rows: list[dict[str, Any]]) -> str:
     for row in rows:
         row["nodes"] = args.nodes if row["fits"] else row["smallest_nodes"]
     row = min(rows, key=lambda row: (row["nodes"], row["cpu_offload"], row["compute"]))
-    nodes = row["nodes"]
-    line = f"torchrun --nnodes {nodes} --nproc_per_node {args.gpus_per_node}"
-    if nodes > 1:
-        line += " --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id 1"
-    line += f" {model.script} --model-name {hub_id(args.model_name)} --strategy full_shard"
+    host = "HOST" if row["nodes"] > 1 else "localhost"
+    line = f"torchrun --nnodes {row['nodes']} --nproc_per_node {args.gpus_per_node} "
+    line += f"--rdzv-backend c10d --rdzv-endpoint {host}:29500 --rdzv-id 1 "
+    line += f"{model.script} --model-name {hub_id(args.model_name)} --strategy full_shard"
     line += f" --activation-checkpointing {row['activation_checkpointing']}"
     values = vars(args) | row | model.lengths
-    adapters = ("lora_rank", "load_in_4bit") if args.lora_rank else ()
-    for name in (*model.lengths, *COMMAND, *adapters):
-        flag = f" --{name.replace('_', '-')}"
-        if isinstance(values[name], bool):
-            line += flag if values[name] else flag.replace("--", "--no-")
-        elif values[name] != getattr(Args, name, None):
-            line += f"{flag} {values[name]}"
+    for name in (*model.lengths, *COMMAND):
+        value = values[name]
+        if value != getattr(Args, name, None):
+            text = "" if value is True else f" {value}"
+            line += f" --{name.replace('_', '-')}{text}"
     if args.lora_targets:
         line += f" --lora-targets {' '.join(args.lora_targets)}"
     return line
