@@ -20,7 +20,6 @@ part. So kernels, shapes, buffers and streams are those of a real rank, but the 
 are meaningless. NCCL's time and buffers (1 to 3 GB), and waits for other ranks are not measured.
 """
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -31,11 +30,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from common import ENDLESS, OUT_OF_MEMORY, TREE, Steps, launch, parse, synchronize, train
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -44,6 +45,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import ByT5Tokenizer
 
 from core import ranks, weights
+from core.args import Switch
 from core.ranks import Batch
 from tools import memory_estimator
 
@@ -53,6 +55,24 @@ LENGTH = {  # the flag for tokens in a sequence of each script
     "llama_fsdp": "--max-seq-length",
 }
 STATES = ("parameter", "gradient", "optimizer")
+
+
+@dataclass
+class Args:
+    """The flags; others go to the script."""
+
+    models: tuple[Literal[*memory_estimator.BUILT_IN], ...] = ("tiny-t5", "tiny-gpt2", "tiny")
+    strategies: tuple[str, ...] = ("ddp", "shard_grad_op", "full_shard")  # each may have more flags
+    processes: int = 2  # ranks, one per GPU
+    ranks: int = 0  # measure rank 0 of so many, in one process
+    length: int = 256  # tokens in a sequence
+    batch_size: int = 1  # sequences per rank
+    steps: int = 2  # timed steps, after two others
+    peak_tflops: float = 989.0  # of the data sheet (default: H100, bf16)
+    memory_limit_gb: float = 0.0  # of a GPU (0: all)
+    largest_batch: Switch = False  # search the largest batch that fits
+    max_batch_size: int = 1024  # limit of the search
+    trial: tuple[str, ...] = ()  # passed by this program: a model, its directory
 
 
 def setup_first_rank(world_size: int) -> torch.device:
@@ -152,13 +172,13 @@ def measure_states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def estimate(args: Any, options: argparse.Namespace) -> dict[str, float]:
+def estimate(args: Any, options: Args) -> dict[str, float]:
     """Return the estimator's bytes of a rank, and the FLOPs of its step without recomputation."""
     sharding = args.sharding
     count = dist.get_world_size()
     node = math.gcd(count, 8)
     flags = memory_estimator.Args(
-        model_name=options.model,
+        model_name=options.trial[0],
         nodes=count // node,
         gpus_per_node=node,
         batch_size=args.optim.batch_size,
@@ -182,16 +202,16 @@ def estimate(args: Any, options: argparse.Namespace) -> dict[str, float]:
     return result
 
 
-def trial(options: argparse.Namespace, flags: list[str]) -> None:
+def trial(options: Args, flags: list[str]) -> None:
     """Train on random tokens; rank 0 prints a line of JSON for each batch size that fits."""
-    config = memory_estimator.load_config(options.model)
+    model, directory = options.trial
+    config = memory_estimator.load_config(model)
     script = importlib.import_module(memory_estimator.SCRIPTS[config.model_type])
     if options.ranks:
         device = setup_first_rank(options.ranks)
         script.DDP = ddp_without_communication
     else:
         device = ranks.setup(30)
-    directory = options.directory
     args = parse(script, "--model-name", directory, "--dataset", TREE / "README.md", *ENDLESS,
                  "--output-dir", f"{directory}/run", LENGTH[script.__name__], options.length,
                  "--log-every", 10**6, "--batch-size", options.batch_size, *flags)  # fmt: skip
@@ -207,7 +227,7 @@ def trial(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def measured_steps(
-    script: ModuleType, args: Any, options: argparse.Namespace, _: Steps, model: torch.nn.Module
+    script: ModuleType, args: Any, options: Args, _: Steps, model: torch.nn.Module
 ) -> Steps:
     """Yield the steps of each batch size; print what was measured as JSON on rank 0."""
     held: dict[str, float] = {}
@@ -254,40 +274,8 @@ def row(name: str, result: dict | None, processes: int, peak_tflops: float) -> s
 
 def main() -> None:
     """Print a table with a row for each model and strategy, as soon as it is measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--models",
-        nargs="+",
-        choices=memory_estimator.BUILT_IN,
-        default=["tiny-t5", "tiny-gpt2", "tiny"],
-    )
-    add(
-        "--strategies",
-        nargs="+",
-        default=["ddp", "shard_grad_op", "full_shard"],
-        help="each with more flags of the script",
-    )
-    add("--processes", type=int, default=2, help="ranks, one per GPU")
-    add("--ranks", type=int, default=0, help="measure rank 0 of so many, in one process")
-    add("--length", type=int, default=256, help="tokens in a sequence")
-    add("--batch-size", type=int, default=1, help="sequences per rank")
-    add("--steps", type=int, default=2, help="timed steps, after two others")
-    add(
-        "--peak-tflops",
-        type=float,
-        default=989.0,
-        help="of the data sheet (default: H100, bf16)",
-    )
-    add("--memory-limit-gb", type=float, default=0, help="of a GPU (0: all)")
-    add("--largest-batch", action="store_true", help="search the largest batch that fits")
-    add("--max-batch-size", type=int, default=1024, help="limit of the search")
-    add("--trial", nargs=2, help=argparse.SUPPRESS)  # model, its directory
-    options, flags = parser.parse_known_args()
+    options, flags = tyro.cli(Args, description=__doc__, return_unknown_args=True)
     if options.trial:
-        options.model, options.directory = options.trial
         trial(options, flags)
         return
     processes = 1 if options.ranks else options.processes

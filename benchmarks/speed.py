@@ -22,7 +22,6 @@ Without --tasks (instructions of self-instruct) and --articles (`document` and `
 line), all train on the docstrings of Python's library.
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -30,14 +29,16 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import transformers
+import tyro
 from common import ENDLESS, Steps, launch, load_with_transformers, parse, synchronize, train
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
@@ -88,6 +89,7 @@ FLAGS = {  # our script in each comparison, and its flags
     "bare": "llama_fsdp --model-name ./bare --dataset texts.jsonl --max-seq-length {pack} "
     "--batch-size 1 --activation-checkpointing none --weight-decay 0",
 }
+START = Path.cwd()  # later the working directory is a temporary one
 OURS = {
     "ours, ddp": ["--strategy", "ddp"],
     "ours, FSDP1": ["--fsdp", "1"],
@@ -95,12 +97,26 @@ OURS = {
 }
 
 
-def read_lines(path: str) -> list[dict]:
+@dataclass
+class Args:
+    """The flags."""
+
+    preset: Literal[*PRESETS] = "cpu"  # sizes
+    processes: int = 2  # ranks, one per GPU
+    against: tuple[Literal[*FLAGS], ...] = tuple(FLAGS)  # comparisons
+    rows: int = 800  # number of docstrings
+    tasks: Path | None = None  # file of chats, in place of docstrings
+    articles: Path | None = None  # file of pairs, in place of docstrings
+    steps: int = 20  # timed steps of each loop
+    worker: tuple[str, ...] = ()  # passed by this program: comparison, loop, all loops
+
+
+def read_lines(path: Path) -> list[dict]:
     """Return the rows of a file of JSON lines."""
-    return list(map(json.loads, Path(path).read_text().splitlines()))
+    return list(map(json.loads, (START / path).read_text().splitlines()))
 
 
-def tasks(path: str) -> list[tuple[str, str]]:
+def tasks(path: Path) -> list[tuple[str, str]]:
     """Return prompt and output of each instance of self-instruct's tasks that has an output."""
     turns = []
     for task in read_lines(path):
@@ -111,7 +127,7 @@ def tasks(path: str) -> list[tuple[str, str]]:
     return turns
 
 
-def write_rows(options: argparse.Namespace) -> list[str]:
+def write_rows(options: Args) -> list[str]:
     """Write chats, pairs and texts to files in the working directory. Return the docstrings."""
     rows = list(docstrings.rows())
     pairs = [(row["text"], row["headline"]) for row in rows[: options.rows]]
@@ -121,17 +137,17 @@ def write_rows(options: argparse.Namespace) -> list[str]:
         turns = tasks(options.tasks)
     if options.articles:
         pairs = [(row["document"], row["summary"]) for row in read_lines(options.articles)]
-    files: dict[str, list[dict]] = {"chats": [], "pairs": [], "texts": []}
+    chats = []
     for question, answer in turns:
         asked = {"role": "user", "content": question}
-        files["chats"].append({"messages": [asked, {"role": "assistant", "content": answer}]})
-    for source, target in pairs:
-        files["pairs"].append({"source": source, "target": target})
-    for text in texts[: options.rows]:
-        files["texts"].append({"text": text})
+        chats.append({"messages": [asked, {"role": "assistant", "content": answer}]})
+    files = {
+        "chats": chats,
+        "pairs": [{"source": source, "target": target} for source, target in pairs],
+        "texts": [{"text": text} for text in texts[: options.rows]],
+    }
     for name, records in files.items():
-        lines = [json.dumps(record) + "\n" for record in records]
-        Path(f"{name}.jsonl").write_text("".join(lines))
+        Dataset.from_list(records).to_json(f"{name}.jsonl")
     return texts
 
 
@@ -376,7 +392,7 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     return total / count
 
 
-def worker(options: argparse.Namespace) -> None:
+def worker(options: Args) -> None:
     """Run a loop of a comparison on this rank; rank 0 prints the measurements as JSON."""
     name, loop, *loops = options.worker
     script_name, *flags = FLAGS[name].format(**PRESETS[options.preset]).split()
@@ -430,19 +446,7 @@ def report(results: dict[str, dict]) -> None:
 
 def main() -> None:
     """Write the data and models, and print a table for each comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--preset", choices=list(PRESETS), default="cpu", help="sizes")
-    add("--processes", type=int, default=2, help="ranks, one per GPU")
-    add("--against", nargs="+", choices=list(FLAGS), default=list(FLAGS), help="comparisons")
-    add("--rows", type=int, default=800, help="number of docstrings")
-    add("--tasks", type=os.path.abspath, help="file of chats, in place of docstrings")
-    add("--articles", type=os.path.abspath, help="file of pairs, in place of docstrings")
-    add("--steps", type=int, default=20, help="timed steps of each loop")
-    add("--worker", nargs="+", help=argparse.SUPPRESS)  # comparison, loop, all loops
-    options = parser.parse_args()
+    options = tyro.cli(Args, description=__doc__)
     if options.worker:
         worker(options)
         return
@@ -453,7 +457,7 @@ def main() -> None:
             compare(name, options)
 
 
-def compare(name: str, options: argparse.Namespace) -> None:
+def compare(name: str, options: Args) -> None:
     """Launch the loops of a comparison together, and print the table."""
     ours = ["ours, FSDP1", "ours, FSDP2"] if name == "bare" else ["ours, ddp", "ours, FSDP1"]
     loops = [*ours, name]
