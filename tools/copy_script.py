@@ -36,12 +36,8 @@ MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
 
 def read(path: Path, without: Sequence[str]) -> str:
     """Return the text of a file without the lines that are marked with an optional module."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        mark = MARK.search(line)
-        if mark is None or mark[1] not in without:
-            kept.append(line)
-    return "".join(kept)
+    names = "|".join(without)
+    return re.sub(rf".*  # optional: ({names})\n", "", path.read_text())
 
 
 def imported_names(path: Path, text: str) -> set[str]:
@@ -85,7 +81,12 @@ def requirements(files: dict[Path, str]) -> str:
     for file in files.items():
         needed |= {name.partition(".")[0] for name in imported_names(*file)}
     lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    return "".join(x for x in lines if re.split("[>=]", x)[0].replace("-", "_") in needed)
+    kept = []
+    for line in lines:
+        package, *_ = re.split("[>=]", line)
+        if package.replace("-", "_") in needed:
+            kept.append(line)
+    return "".join(kept)
 
 
 def commit() -> str:
@@ -103,11 +104,15 @@ def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> 
     texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
     texts["requirements.txt"] = requirements(files)
     name = Path(script).stem
-    readme = texts["README.md"].replace("SCRIPT", script).replace("COMMIT", commit())
-    texts["README.md"] = readme.replace("output/NAME", f"output/{name}")
-    texts["test_copy.py"] = texts["test_copy.py"].replace('"gpt2_fsdp"', f'"{name}"')
-    launcher = "script=T5_training.py"
-    texts["launch.slurm"] = texts["launch.slurm"].replace(launcher, f"script={script}")
+    replacements = [
+        ("README.md", "SCRIPT", script),
+        ("README.md", "COMMIT", commit()),
+        ("README.md", "output/NAME", f"output/{name}"),
+        ("test_copy.py", '"gpt2_fsdp"', f'"{name}"'),
+        ("launch.slurm", "script=T5_training.py", f"script={script}"),
+    ]
+    for place, old, new in replacements:
+        texts[place] = texts[place].replace(old, new)
     return texts
 
 

@@ -18,10 +18,17 @@ from typing import Any
 
 SCRIPT = "gpt2_fsdp"  # the script to test
 FLAGS = {  # those that the script has
-    "model_name": "tiny", "max_steps": 10, "log_every": 1, "save_every": 2, "eval_every": 0,
-    "batch_size": 2, "precision": "fp32", "rouge_samples": 0, "dataset": "docstrings.jsonl",
+    "model_name": "tiny",
+    "max_steps": 10,
+    "log_every": 1,
+    "save_every": 2,
+    "eval_every": 0,
+    "batch_size": 2,
+    "precision": "fp32",
+    "rouge_samples": 0,
+    "dataset": "docstrings.jsonl",
     "export_dtype": "fp32",
-}  # fmt: skip
+}
 FLAGS |= {"num_train_samples": 64, "num_val_samples": 8, "block_size": 64}  # optional: prepare
 FLAGS |= {"max_seq_length": 128, "source_length": 64, "target_length": 16}  # optional: prepare
 FOLDER = Path(__file__).parent
@@ -71,8 +78,14 @@ def losses(output: Path, event: str = "train") -> dict[int, float]:
 @contextlib.contextmanager
 def started(words: list[str]) -> Iterator[subprocess.Popen]:
     """Start a command in a process group of its own, and kill the group at the end."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(words, start_new_session=True, env=ENVIRONMENT, cwd=FOLDER, **quiet)
+    process = subprocess.Popen(
+        words,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=ENVIRONMENT,
+        cwd=FOLDER,
+    )
     try:
         yield process
     finally:
