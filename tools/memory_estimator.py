@@ -468,8 +468,12 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
                     layer.register_forward_hook(multiply)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
-    shape = (args.batch_size, args.seq_length)
-    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    ids = torch.empty(
+        args.batch_size,
+        args.seq_length,
+        dtype=torch.int64,
+        device="meta",
+    )
     batch = {
         "input_ids": ids,
         "attention_mask": ids,
@@ -498,7 +502,7 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
 def flat_parameter(unit: tuple[Weight, ...], shards: int) -> Unit:
     """Return the sizes of an FSDP1 unit. Each parameter starts at a multiple of 16 bytes in the
     compute dtype. All shards have one size."""
-    itemsize = unit[0].gathered
+    itemsize = unit[0].gathered if unit else 1  # a root may have no weights of its own
     aligned = 16 // itemsize
     spans = []
     end = 0
