@@ -111,7 +111,7 @@ def launch(
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
         with subprocess.Popen(words, env=environment, **pipes) as run:
             for line in run.stdout:
-                if line.startswith("{"):
+                if line.startswith('{"'):  # a trainer prints dicts of Python
                     result = json.loads(line)
                     report(result)
         errors.seek(0)
