@@ -94,7 +94,7 @@ phase_e() {  # one rank of many under FSDP1, and the Trainer beside our scripts
     memory e-70b 90 llama-2-70b --ranks 32 --length 4096 --strategies full_shard
     local side="--preset gpu" steps=20
     [ -z "$tiny" ] || side="--preset cpu --rows 100" steps=1
-    run e-trainer 80 benchmarks/speed.py $side --processes 1 --against trainer --rounds 1 \
+    run e-trainer 80 benchmarks/speed.py $side --processes 1 --against trainer \
         --steps $steps
 }
 
