@@ -553,14 +553,17 @@ def drop_cut(name: str, split: str, documents: Dataset, length: int) -> Dataset:
         return documents
     cut = documents.with_format("numpy")["cut"][:]
     kept = np.flatnonzero(cut < 2)
+    total = len(documents)
+    is_cut = np.count_nonzero(cut == 1)
+    lost = sum(documents["lost"][:])
     print0(
-        f"{name}, {split}: {len(kept):,} of {len(documents):,} documents have an answer within "
-        f"--max-seq-length {length}, which cuts {np.count_nonzero(cut == 1):,} of them. Cut and "
-        f"left out: {sum(documents['lost'][:]):,} tokens"
+        f"{name}, {split}: {len(kept):,} of {total:,} documents have an answer within "
+        f"--max-seq-length {length}, which cuts {is_cut:,} of them. Cut and left out: {lost:,} "
+        "tokens"
     )
-    if 2 * len(kept) < len(documents):
+    if 2 * len(kept) < total:
         raise Problem(
-            f"{name}: {len(documents) - len(kept)} of {len(documents)} documents start their first "
+            f"{name}: {total - len(kept)} of {total} documents start their first "
             f"answer after --max-seq-length {length}. Raise it"
         )
     return documents.select(kept)

@@ -139,7 +139,8 @@ def on_one_line(text: str) -> str:
 
 def stable_hash(key: str) -> int:
     """Return a 48-bit hash of `key` that, unlike hash(), is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
+    digest = hashlib.blake2b(key.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
 
 
 def clean_rows(name: str, table: Table, args: Any, tokenizer: Tokenizer) -> Dataset:
@@ -168,7 +169,9 @@ def clean_pair(row: dict, form: Form) -> list:
     text, summary = (row[column] for column in form.columns)
     if not form.is_named:
         read = (*form.columns, *OTHER_COLUMNS)
-        form.check(row, read, f"{text}\n\n{summary}", tables.with_flags(FLAGS, form.columns))
+        document = f"{text}\n\n{summary}"
+        flags = tables.with_flags(FLAGS, form.columns)
+        form.check(row, read, document, flags)
     return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 
