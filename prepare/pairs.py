@@ -41,7 +41,8 @@ OTHER_COLUMNS = ("title", "topic", "overview", "sectionLabel")  # beside publish
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
     if len({args.source_column, args.target_column} - {None}) == 1:
-        raise Problem("--source-column and --target-column must name two columns.")
+        named = f"--source-column is {args.source_column}, --target-column {args.target_column}"
+        raise Problem(f"{named}. Pass both, with two names.")
     parts = partial(load_rows, args=args, tokenizer=tokenizer)
     make = partial(draw, args=args, tokenizer=tokenizer)
     return sets.load_sets(args, parts, make, evaluate_only)
@@ -74,7 +75,10 @@ def load_rows(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
     if name == "wikihow":
         return read.pick(name, load_wikihow(args), split)
     parts = read.read(spec, args.dataset_config)
-    return {part: clean_rows(spec, table, args, tokenizer) for part, table in parts.items()}
+    cleaned = {}
+    for part, table in parts.items():
+        cleaned[part] = clean_rows(spec, table, args, tokenizer)
+    return cleaned
 
 
 def load_wikihow(args: Any) -> Parts:
