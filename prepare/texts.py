@@ -91,7 +91,7 @@ def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -
         document = {"input_ids": [*ids, tokenizer.eos_token_id]}
         document["change"] = losses.find_change(part, ids, tokenizer)
         spelled = [word for word in tokenizer.all_special_tokens if word in part]
-        document["mark"] = spelled[0] if spelled else losses.find_mark(part, tokenizer)
+        document["mark"] = losses.find_mark(part, tokenizer) or "".join(spelled[:1])
         documents.append(document)
     is_line = are_lines and text.endswith(" \n")
     if is_line or row.get(CONTINUES):
