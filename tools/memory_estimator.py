@@ -418,6 +418,15 @@ def kernel_flops(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
     return 4 * query.numel() * key[2]
 
 
+def meta_batch(model: nn.Module, args: Args) -> dict[str, Tensor]:
+    """Return the inputs of a micro-batch on meta."""
+    ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "attention_mask": ids}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)
+    return batch
+
+
 def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Args) -> None:
     """Write into `result` the bytes that autograd keeps after a forward pass, and FLOPs.
 
@@ -468,24 +477,9 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
                     layer.register_forward_hook(multiply)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
-    ids = torch.empty(
-        args.batch_size,
-        args.seq_length,
-        dtype=torch.int64,
-        device="meta",
-    )
-    batch = {
-        "input_ids": ids,
-        "attention_mask": ids,
-    }
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)
-    counter = FlopCounterMode(
-        display=False,
-        custom_mapping={KERNEL: kernel_flops},
-    )
+    counter = FlopCounterMode(display=False, custom_mapping={KERNEL: kernel_flops})
     with saved_in(outside), counter:
-        model(**batch, use_cache=False)
+        model(**meta_batch(model, args), use_cache=False)
     result.flops = counter.get_total_flops()
     result.recomputed["blocks"] += counter.get_flop_counts()["Global"].get(KERNEL, 0)
     for module in model.modules():
