@@ -15,7 +15,7 @@ OTHER_NAMES = {  # flags of other programs, and what to pass here
     "--dataset-name": "--dataset",
     "--eval-steps": "--eval-every",
     "--fp16": "--precision fp16",
-    "--gradient-checkpointing": "--activation-checkpointing",
+    "--gradient-checkpointing": "--activation-checkpointing blocks",
     "--learning-rate": "--lr",
     "--logging-steps": "--log-every",
     "--lr-scheduler-type": "--lr-schedule",

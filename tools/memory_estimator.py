@@ -300,7 +300,7 @@ def read_model(args: Args) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
-    is_tiny = short_name(args.model_name).split("-")[0] == "tiny"
+    is_tiny = "tiny" in short_name(args.model_name).split("-")
     data = script.TINY.data if is_tiny else script.Args().data
     names = [name for name in LENGTH_FLAGS if hasattr(data, name)]
     defaults = [getattr(data, name) for name in names] or [OTHER_LENGTH]
@@ -345,9 +345,20 @@ def read_model(args: Args) -> Model:
 def new_weight(parameter: nn.Parameter, itemsize: int, in_4bit: bool) -> Weight:
     """Return the Weight of a parameter. `itemsize` is the bytes of the compute dtype."""
     if in_4bit:
-        return Weight(torch.Size([parameter.numel() // 2]), 1, 1, False, True)
+        return Weight(
+            shape=torch.Size([parameter.numel() // 2]),
+            held=1,
+            gathered=1,
+            is_trained=False,
+            in_4bit=True,
+        )
     is_trained = parameter.requires_grad
-    return Weight(parameter.shape, 4 if is_trained else itemsize, itemsize, is_trained)
+    return Weight(
+        shape=parameter.shape,
+        held=4 if is_trained else itemsize,
+        gathered=itemsize,
+        is_trained=is_trained,
+    )
 
 
 def weights_by_unit(
@@ -434,7 +445,7 @@ def add_forward_pass(result: Model, model: nn.Module, classes: Classes, args: Ar
     inputs stay, and one block's tensors at a time. `selective` also keeps what
     policies.selective_contexts say. No last product of a block is recomputed, as nothing needs it.
     """
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     outside: Storages = {}  # what autograd keeps outside of the blocks
     blocks: list[Storages] = []  # and in each block
     inputs: Storages = {}  # of all blocks
@@ -508,10 +519,10 @@ def flat_parameter(unit: tuple[Weight, ...], shards: int) -> Unit:
     whole = shards * shard
     updated = sum(max(0, min(end, shard) - start) for start, end in spans)
     return Unit(
-        itemsize * whole,
-        4 * shard,
-        whole,
-        updated,
+        gathered=itemsize * whole,
+        held=4 * shard,
+        trained=whole,
+        updated=updated,
     )
 
 
@@ -769,8 +780,9 @@ def estimates(model: Model, args: Args) -> list[dict[str, Any]]:
     """Return a row for each strategy, offload and recomputation that the scripts accept."""
     rows = []
     for strategy, offload, recomputed in itertools.product(STRATEGIES, (False, True), RECOMPUTED):
-        modes = {"cpu_offload": offload, "activation_checkpointing": recomputed}
-        choice = replace(args, strategy=strategy, **modes)
+        choice = replace(
+            args, strategy=strategy, cpu_offload=offload, activation_checkpointing=recomputed
+        )
         if is_accepted(choice):
             rows.append(estimate(model, choice))
     return rows
