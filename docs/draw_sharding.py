@@ -87,9 +87,9 @@ def draw_figure() -> str:
     for gpu in range(GPUS):
         parts.append(draw_text(8, TOP + gpu * ROW + 2 * SIZE + 4, f"GPU {gpu}"))
     legend = (
-        "Full color: weights of units 1, 2, 3. Pale: their gradients, from the last unit to the "
+        "Full color: weights of units 1, 2, 3. Pale: their gradients, computed from unit 3 to "
+        "unit 1. The optimizer state stays sharded throughout."
     )
-    legend += "first. The optimizer state stays sharded throughout."
     parts.append(draw_text(LEFT, height - 8, legend))
     return "\n".join([*parts, "</svg>\n"])
 

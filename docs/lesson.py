@@ -1,5 +1,6 @@
 """FSDP in one file, on CPUs, without a download. docs/sharding.md explains its five steps.
 
+export OMP_NUM_THREADS=1
 torchrun --nproc_per_node 2 docs/lesson.py           # trains six steps, saves after the third
 torchrun --nproc_per_node 4 docs/lesson.py --resume  # repeats steps 4 to 6 on four processes
 python docs/lesson.py --plain                        # the same training without sharding

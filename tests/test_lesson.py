@@ -4,6 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import draw_sharding
 import pytest
 from conftest import ROOT, launch
 from copied import diffs
@@ -14,6 +15,12 @@ STEPS, EXERCISES = PAGE.split("## Exercises")
 EXERCISE = re.compile(r" *```diff\n(.*?)```.*?```text\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d+\.\d+|\b\d+\b")
 FORWARD = "        (loss * size).backward()"
+OPTIMIZER = "optimizer = AdamW(model.parameters(), lr=5e-4)"
+FSDP1_IMPORTS = """import functools
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+"""
 
 
 def run(directory: Path, processes: int, *flags: str, changes: dict[str, str] | None = None) -> str:
@@ -88,6 +95,29 @@ def test_training_does_not_depend_on_sharding_or_the_number_of_processes(output,
     assert resumed == pytest.approx(losses(output)[3:], abs=1.01e-6)
 
 
+def test_lines_of_fsdp1_train_as_the_lesson_does(output, tmp_path):
+    """With --plain, the model is whole and filled before they wrap it."""
+    (lines,) = re.findall(r"## FSDP1.*?```python\n(.*?)```", STEPS, re.DOTALL)
+    sums = LESSON.partition("        if args.plain:\n")[2].partition("    clip_grads_with")[0]
+    norm = "    norm = model.clip_grad_norm_(0.5)\n"
+    every = "for parameter in model.parameters()]"
+    changes = {
+        every: every.replace("]", " if parameter.numel() > 0]"),  # of others, gradients are None
+        "import argparse\n": f"import argparse\n{FSDP1_IMPORTS}",
+        OPTIMIZER: lines + OPTIMIZER,
+        f"        if args.plain:\n{sums}": norm,
+        "    clip_grads_with_norm_(model.parameters(), 0.5, norm)\n": "",
+    }
+    text = run(tmp_path, 2, "--plain", changes=changes)
+    assert losses(text) == pytest.approx(losses(output), abs=1.01e-6) and len(losses(text)) == 6
+    assert norms(text) == pytest.approx(norms(output), rel=1e-5)
+    (sizes,) = re.findall(r"^MB per rank: weights .*$", output, re.MULTILINE)
+    assert sizes in text
+    # The checkpoints are those of FSDP2.
+    resumed = losses(run(tmp_path, 1, "--resume"))
+    assert resumed == pytest.approx(losses(output)[3:], abs=1.01e-6)
+
+
 def test_table_of_memory_is_measured(tmp_path):
     changes = {
         "`--plain`": {},
@@ -130,3 +160,8 @@ def test_exercises_print_the_numbers_of_the_page(output, tmp_path):
     changes = diffs(f"```diff\n{textwrap.dedent(exercises[1][0])}```")
     one = run(tmp_path, 0, changes=changes)
     assert losses(one) == pytest.approx([x / 2 for x in losses(batch)], rel=1e-5)
+
+
+def test_pictures_are_those_that_are_drawn():
+    assert draw_sharding.draw_figure() == (ROOT / "docs/sharding.svg").read_text()
+    assert draw_sharding.draw_bars() == (ROOT / "docs/bars.svg").read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, launch, metrics
+from conftest import ROOT, SCRIPTS, SHORT, TINY, launch, losses, metrics
 
 import gpt2_fsdp
 import llama_fsdp
@@ -102,6 +102,22 @@ def test_cpu_command_runs_from_another_directory(script, tmp_path):
     flags = [*shlex.split(train)[2:], *limits, "--output-dir", "here"]
     launch(0, f"{script}.py", *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_tiny_has_equal_losses_on_one_process_and_on_two(script, tmp_path):
+    """At the same global batch, as troubleshooting.md says."""
+    flags = [*TINY, *SHORT[script], "--max-steps", 5, "--lr", 1e-2, "--eval-every", 0,
+             "--num-train-samples", 40, "--num-val-samples", 8, "--batch-size", 2,
+             "--global-batch-size", 8]  # fmt: skip
+    for processes in (0, 2):
+        launch(processes, f"{script}.py", *flags, "--output-dir", tmp_path / str(processes))
+    one, two = tmp_path / "0", tmp_path / "2"
+    assert metrics(two, "start")[0]["world_size"] == 2
+    for event, count in {"train": 5, "val": 2}.items():
+        expected = losses(one, event)
+        assert len(expected) == count
+        assert losses(two, event) == pytest.approx(expected, rel=1e-5), event
 
 
 def test_every_command_is_marked_or_run_by_a_test():
