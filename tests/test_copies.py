@@ -81,6 +81,8 @@ def test_copy_is_a_project(tmp_path):
 
 def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
     launch(0, "tools/copy_script.py", "gpt2_fsdp.py", tmp_path / "copy", "--without", "all")
+    page = (tmp_path / "copy/gpt2_fsdp.py").read_text()  # the one to print
+    assert len(page.splitlines()) <= 430
     assert not (tmp_path / "copy/optional").exists()
     assert not (tmp_path / "copy/prepare").exists()
     for path in (tmp_path / "copy").rglob("*"):

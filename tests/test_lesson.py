@@ -8,6 +8,7 @@ import draw_sharding
 import pytest
 from conftest import ROOT, launch
 from copied import diffs
+from test_weight import count_nodes, tree_of
 
 LESSON = (ROOT / "docs/lesson.py").read_text()
 PAGE = (ROOT / "docs/sharding.md").read_text()
@@ -160,6 +161,10 @@ def test_exercises_print_the_numbers_of_the_page(output, tmp_path):
     changes = diffs(f"```diff\n{textwrap.dedent(exercises[1][0])}```")
     one = run(tmp_path, 0, changes=changes)
     assert losses(one) == pytest.approx([x / 2 for x in losses(batch)], rel=1e-5)
+
+
+def test_lesson_is_short():
+    assert count_nodes(tree_of(ROOT / "docs/lesson.py")) <= 950
 
 
 def test_pictures_are_those_that_are_drawn():

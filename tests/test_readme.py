@@ -21,7 +21,7 @@ import llama_fsdp
 import policies
 import T5_training
 from benchmarks import demo
-from tools import memory_estimator, preflight
+from tools import copy_script, memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
@@ -285,6 +285,18 @@ def test_measured_figures_are_in_the_results():
             digits = len(figure.partition(".")[2])
             value = float(figure.replace(",", ""))
             assert value in {round(x, digits) for x in measured}, (figure, paragraph)
+
+
+NICKNAMES = {"T5_training": "T5", "gpt2_fsdp": "GPT-2", "llama_fsdp": "Llama"}
+
+
+def test_readme_lists_the_optional_parts_of_each_script():
+    listed = re.findall(
+        r"^- `(\w+)`(?: \(([\w, -]+)\))?: ", PAGES[ROOT / "README.md"], re.MULTILINE
+    )
+    for script, nickname in NICKNAMES.items():
+        own = {name for name, scripts in listed if nickname in (scripts or nickname)}
+        assert own == set(copy_script.rooms_of(copy_script.needed_files(ROOT / f"{script}.py")))
 
 
 def test_pages_are_short():
