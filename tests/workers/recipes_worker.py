@@ -3,7 +3,7 @@
 recipes_worker.py RUNS.json
 
 RUNS.json has a list [script, replacements, flags] for each run. OUTPUT_DIR/rows.json receives the
-training samples.
+training samples, Llama's one document after another.
 """
 
 import json
@@ -25,8 +25,10 @@ if __name__ == "__main__":
         assert code == 0, (flags, code)
         if dist.get_rank() == 0:
             rows = []
-            for sample in seen["train_set"]:
-                ids = {key: sample[key] for key in ("input_ids", "labels") if key in sample}
-                rows.append({key: list(map(int, values)) for key, values in ids.items()})
+            train_set = seen["train_set"]
+            for sample in (train_set[i] for i in range(len(train_set))):
+                for text in sample if isinstance(sample, list) else [sample]:
+                    ids = {key: text[key] for key in ("input_ids", "labels") if key in text}
+                    rows.append({key: list(map(int, values)) for key, values in ids.items()})
             (args.run.output_dir / "rows.json").write_text(json.dumps(rows))
     ranks.finish()
