@@ -98,7 +98,7 @@ def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
 def draw_documents(name: str, split: str, documents: Dataset, limit: int, length: int) -> Dataset:
     """Return `limit` random documents (0: all), without those whose first answer starts after
     `length` tokens."""
-    documents = sets.sample(documents, limit)
+    documents = sets.sample(name, split, documents, limit)
     documents = drop_cut(name, split, documents, length)
     return documents.select_columns(["input_ids", "labels"])
 

@@ -43,8 +43,12 @@ def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = 
 @lru_cache
 def lost_spaces(tokenizer: Tokenizer) -> list:
     """Return those of SPACES that a tokenizer does not keep between letters."""
-    texts = {spaces: tokenizer.decode(tokenizer(f"a{spaces}b")["input_ids"]) for spaces in SPACES}
-    return [spaces for spaces, text in texts.items() if spaces not in text]
+    lost = []
+    for spaces in SPACES:
+        ids = tokenizer(f"a{spaces}b")["input_ids"]
+        if spaces not in tokenizer.decode(ids):
+            lost.append(spaces)
+    return lost
 
 
 def print_losses(name: str, samples: Dataset) -> None:

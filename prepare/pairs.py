@@ -61,11 +61,12 @@ def draw(
     if limit is None and spec.partition(":")[0] == "wikihow":  # whose articles are many
         limit = 1500 if split == "train" else 300
     if limit:
-        indices = list(range(total))
+        indices = [*range(total)]
         random.Random(0).shuffle(indices)
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
-    rows = encode(spec, rows, tokenizer, args)
+    if "input_ids" not in rows.column_names:
+        rows = encode(spec, rows, tokenizer, args)
     return rows.select_columns([*TOKENS])
 
 
@@ -75,10 +76,7 @@ def load_rows(spec: str, args: Any, tokenizer: Tokenizer) -> Parts:
     if name == "wikihow":
         return read.pick(name, load_wikihow(args), split)
     parts = read.read(spec, args.dataset_config)
-    cleaned = {}
-    for part, table in parts.items():
-        cleaned[part] = clean_rows(spec, table, args, tokenizer)
-    return cleaned
+    return {part: clean_rows(spec, table, args, tokenizer) for part, table in parts.items()}
 
 
 def load_wikihow(args: Any) -> Parts:
@@ -152,19 +150,23 @@ def clean_rows(name: str, table: Table, args: Any, tokenizer: Tokenizer) -> Data
     TOKENS and KEY."""
     named = (args.source_column, args.target_column)
     form = tables.find_form(name, table, named, USUAL_COLUMNS, FLAGS, args)
-    if form.columns == ("input_ids",):
+    used = form.columns
+    if used[0] == "input_ids":
+        used = ("input_ids", "labels")
         limits = (args.source_length, args.target_length)
         function = partial(read_tokens, limits=limits, tokenizer=tokenizer)
-        return tables.map_rows(name, table, table.columns, function, TOKENS | KEY, args.bad_rows)
-    tables.print_columns(name, form.columns, table.columns)
-    function = partial(clean_pair, form=form)
+        features = TOKENS | KEY
+    else:
+        function = partial(clean_pair, form=form)
+        features = PAIR | KEY
+    tables.print_columns(name, used, table.columns)
     columns = [column for column in table.columns if column not in form.ignored]
-    return tables.map_rows(name, table, columns, function, PAIR | KEY, args.bad_rows)
+    return tables.map_rows(name, table, columns, function, features, args.bad_rows)
 
 
 def clean_pair(row: dict, form: Form) -> list:
     """Return the text and the summary of a row. Raise ValueError if they are not text, or empty,
-    and Unread if other columns may matter."""
+    and Problem if other columns may matter."""
     for column in form.columns:
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
@@ -190,51 +192,43 @@ def read_tokens(row: dict, limits: tuple, tokenizer: Tokenizer) -> list:
 
 
 def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Any) -> Dataset:
-    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS. Print how
-    many the tokenizer changes. Return tokens as they are."""
-    if "input_ids" in rows.column_names:
-        return rows
+    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them with TOKENS. Print
+    how many are cut, or changed by the tokenizer."""
     limits = {"--source-length": args.source_length, "--target-length": args.target_length}
-    function = partial(
-        encode_pair,
-        prefix=args.source_prefix,
-        limits=(*limits.values(),),
-        tokenizer=tokenizer,
-    )
+    function = partial(encode_pair, prefix=args.source_prefix, limits=limits, tokenizer=tokenizer)
     table = tables.as_table(rows)
     features = TOKENS | losses.FEATURES | dict.fromkeys(limits, Value("int32"))
     samples = tables.map_rows(spec, table, PAIR, function, features, args.bad_rows)
     losses.print_losses(spec, samples)
     for flag, limit in limits.items():
         losses.print_cut(spec, flag, limit, samples[flag][:])
-    return samples.select_columns([*TOKENS])
+    return samples
 
 
-def encode_pair(row: dict, prefix: str, limits: tuple, tokenizer: Tokenizer) -> list:
-    """Return the tokens of a text and of its summary, with what the tokenizer changes in these, and
-    how many tokens the limits cut."""
+def encode_pair(row: dict, prefix: str, limits: dict, tokenizer: Tokenizer) -> list:
+    """Return the tokens of a text and of its summary, what the tokenizer changes in these, and by
+    flag how many tokens its limit cuts."""
     text = prefix + row["text"]
-    ids, all_ids = tokenize(tokenizer, limits[0], text=text)
-    labels, all_labels = tokenize(tokenizer, limits[1], text_target=row["summary"])
-    sample = {
-        "input_ids": ids,
-        "labels": labels,
-        "length": len(ids),
-        "--source-length": len(all_ids) - len(ids),
-        "--target-length": len(all_labels) - len(labels),
-    }
     both = f"{text} {row['summary']}"
-    sample["change"] = losses.find_change(both, all_ids + all_labels, tokenizer)
-    sample["mark"] = losses.find_mark(both, tokenizer)
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    labels = tokenizer(text_target=row["summary"], verbose=False)["input_ids"]
+    source, target = limits
+    kept = cut(ids, limits[source], tokenizer)
+    kept_labels = cut(labels, limits[target], tokenizer)
+    sample = {
+        "input_ids": kept,
+        "labels": kept_labels,
+        "length": len(kept),
+        source: len(ids) - len(kept),
+        target: len(labels) - len(kept_labels),
+        "change": losses.find_change(both, ids + labels, tokenizer),
+        "mark": losses.find_mark(both, tokenizer),
+    }
     return [sample]
 
 
-def tokenize(tokenizer: Tokenizer, length: int, **text: str) -> tuple:
-    """Return the tokens of a text, which end in EOS: at most `length`, and all."""
-    all_ids = tokenizer(**text, verbose=False)["input_ids"]
-    ids = all_ids
-    if len(ids) > length:
-        ids = tokenizer(**text, truncation=True, max_length=length)["input_ids"]
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids[: length - 1], tokenizer.eos_token_id]
-    return ids, all_ids
+def cut(ids: list, length: int, tokenizer: Tokenizer) -> list:
+    """Return at most `length` tokens of a text, which end in EOS."""
+    if len(ids) <= length and ids[-1:] == [tokenizer.eos_token_id]:
+        return ids
+    return [*ids[: length - 1], tokenizer.eos_token_id]

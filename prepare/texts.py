@@ -20,12 +20,7 @@ USUAL_COLUMNS = [("text",), ("input_ids",), ("content",), ("document",), ("artic
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
     parts = partial(load_blocks, args=args, tokenizer=tokenizer)
-    return sets.load_sets(args, parts, draw, evaluate_only, hold_out)
-
-
-def draw(name: str, split: str, samples: Dataset, limit: int) -> Dataset:
-    """Return `limit` random blocks (0: all)."""
-    return sets.sample(samples, limit)
+    return sets.load_sets(args, parts, sets.sample, evaluate_only)
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
@@ -37,20 +32,13 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     return {part: encode(spec, table, tokenizer, args) for part, table in parts.items()}
 
 
-def hold_out(name: str, samples: Dataset) -> Parts:
-    """Split blocks into `train` and `validation`, the last 5%. Raise Problem if too few."""
-    count = len(samples)
-    if count < 2:
-        raise Problem(f"{name} has {count} blocks. Pass --val-dataset, or a smaller --block-size.")
-    first = count - max(1, count // 20)
-    return {"train": samples.take(first), "validation": samples.skip(first)}
-
-
 def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
     named = (args.text_column,)
     form = tables.find_form(name, table, named, USUAL_COLUMNS, ("--text-column",), args)
     (column,) = form.columns
+    if CONTINUES not in table.columns:  # not of text files
+        tables.print_columns(name, [column], table.columns)
     if column == "input_ids":
         function = partial(read_block, tokenizer=tokenizer, size=args.block_size)
         return tables.map_rows(name, table, table.columns, function, FEATURES, args.bad_rows)
@@ -59,16 +47,16 @@ def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     features = FEATURES | losses.FEATURES
     documents = tables.map_rows(name, table, [column], function, features, args.bad_rows)
     losses.print_losses(name, documents)
-    if CONTINUES not in table.columns:  # not of text files
-        tables.print_columns(name, [column], table.columns)
     if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
         raise Problem(f"Data set {name} has no text.")
     return cut(documents, args.block_size, tokenizer)
 
 
 def read_block(row: dict, tokenizer: Tokenizer, size: int) -> list:
-    """Return the block that a tokenized row is."""
+    """Return the block that a tokenized row is. Raise ValueError if it has other labels."""
     ids = tokens.check_tokens(row, "input_ids", "--block-size", size + 1, tokenizer)
+    if row.get("labels") not in (None, ids):
+        raise ValueError("labels are not input_ids, but each token is trained on. Remove others")
     return [{"input_ids": ids}]
 
 
@@ -88,10 +76,12 @@ def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -
             part, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
         ids = encoded["input_ids"]
-        document = {"input_ids": [*ids, tokenizer.eos_token_id]}
-        document["change"] = losses.find_change(part, ids, tokenizer)
         spelled = [word for word in tokenizer.all_special_tokens if word in part]
-        document["mark"] = losses.find_mark(part, tokenizer) or "".join(spelled[:1])
+        document = {
+            "input_ids": [*ids, tokenizer.eos_token_id],
+            "change": losses.find_change(part, ids, tokenizer),
+            "mark": losses.find_mark(part, tokenizer) or "".join(spelled[:1]),
+        }
         documents.append(document)
     is_line = are_lines and text.endswith(" \n")
     if is_line or row.get(CONTINUES):
