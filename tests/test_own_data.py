@@ -24,7 +24,7 @@ def test_scripts_train_on_a_list_of_samples(script, tmp_path, monkeypatch):
     module = importlib.import_module(script)
     (data,) = (value for name, value in vars(module).items() if name.endswith("_dataset"))
     val_sets = {"mine": samples(script, 3), "validation": samples(script, 2)}
-    monkeypatch.setattr(data, "load", lambda *_: (samples(script, 12), val_sets))
+    monkeypatch.setattr(data, "load", lambda *_, **__: (samples(script, 12), val_sets))
     flags = ["--model-name", "tiny", "--output-dir", tmp_path, "--log-every", 1, "--batch-size", 4]
     evaluated = ["--evaluate-only", "--model-name", tmp_path / "final"]
     for more in (["--max-steps", 2], ["--max-steps", 5], evaluated):
