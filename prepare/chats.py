@@ -3,8 +3,9 @@
 import contextlib
 import hashlib
 import itertools
+import re
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ NUMBER = Value("int64")
 FEATURES = {
     "input_ids": IDS,
     "labels": IDS,
-    "cut": NUMBER,
+    "has_target": Value("bool"),
     "lost": NUMBER,
     "key": NUMBER,
     "spells": Value("bool"),
@@ -83,9 +84,6 @@ CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 TEMPLATES = {"llama-2": LLAMA_2, "chatml": CHATML}
 Chat = tuple  # turns, and tools or None
-Spans = list  # answers in a text: turn, start and end character of each
-Ids = list[int]
-Document = tuple  # ids, and labels: the ids of targets and otherwise -100
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -97,40 +95,54 @@ def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
 
 def draw_documents(name: str, split: str, documents: Dataset, limit: int, length: int) -> Dataset:
     """Return `limit` random documents (0: all), without those whose first answer starts after
-    `length` tokens."""
+    `length` tokens. Raise Problem if these are more than half."""
     documents = sets.sample(name, split, documents, limit)
-    documents = drop_cut(name, split, documents, length)
-    return documents.select_columns(["input_ids", "labels"])
+    total = len(documents)
+    lost = np.array(documents["lost"][:])
+    kept = np.flatnonzero(documents["has_target"][:])
+    is_cut = np.count_nonzero(lost[kept])
+    num_lost = lost.sum()
+    print0(
+        f"{name}, {split}: {len(kept):,} of {total:,} documents have an answer within "
+        f"--max-seq-length {length}, which cuts {is_cut:,} of them. Cut and left out: "
+        f"{num_lost:,} tokens"
+    )
+    if 2 * len(kept) < total:
+        raise Problem(
+            f"{name}: {total - len(kept)} of {total} documents start their first "
+            f"answer after --max-seq-length {length}. Raise it"
+        )
+    return documents.select(kept).select_columns(["input_ids", "labels"])
 
 
 @dataclass
 class Rendered:
-    """A document of a chat as text, with its answers that are targets. `is_ended`: whether a marker
-    ends the last one."""
+    """A document of a chat as text, with the turn, start and end of each answer that is a target.
+    `is_ended`: whether a marker ends the last one."""
 
     text: str
-    answers: Spans
+    answers: list
     is_ended: bool
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     """Return the documents of one --dataset argument by split: train, and maybe validation."""
-    documents = {}
-    for part, table in read.read(spec, args.dataset_config).items():
-        documents[part] = encode_rows(spec, table, tokenizer, args)
-    return documents
+    tables_of = read.read(spec, args.dataset_config)
+    return {part: encode_rows(spec, table, tokenizer, args) for part, table in tables_of.items()}
 
 
 def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
     """Return the documents that the rows of data set `name` are or contain, with FEATURES and at
     most --max-seq-length + 1 tokens."""
     form = find_form(name, table, args)
+    text_column = args.text_column or "content"
     function = partial(
         encode_row,
         form=form,
         tokenizer=tokenizer,
         header=answer_header(tokenizer),
-        text_column=args.text_column or "content",
+        # A column of chats may have the name content, too.
+        is_text=form.columns == (text_column,) and args.prompt_column != text_column,
         length=args.max_seq_length + 1,
     )
     stored = [column for column in table.columns if column not in form.ignored]
@@ -159,7 +171,7 @@ def find_form(name: str, table: Table, args: Any) -> Form:
 
 
 def encode_row(
-    row: dict, form: Form, tokenizer: Tokenizer, header: str, text_column: str, length: int
+    row: dict, form: Form, tokenizer: Tokenizer, header: str, is_text: bool, length: int
 ) -> list:
     """Return the documents of a row with FEATURES and at most `length` tokens. Raise ValueError if
     the row is unusable, as a text with the `header` of answers is."""
@@ -168,8 +180,9 @@ def encode_row(
         if header and isinstance(value, str) and header in value:
             raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
     text = change = ""  # the text may spell special tokens
-    if form.columns == (text_column,):
-        text = prompt = row.get(text_column)
+    if is_text:
+        text = prompt = row.get(*form.columns)
+        chat_formats.check_text(text)  # optional: chat_formats
         documents = [encode_text(prompt, tokenizer)]
         change = losses.find_change(text, documents[0][0], tokenizer)
     elif form.columns == ("input_ids",):
@@ -180,37 +193,30 @@ def encode_row(
     else:
         chat = read_chat(row, form)
         text = str(chat)
-        rendered = render_checked(chat, tokenizer)
-        documents = encode_rendered(rendered, tokenizer)
+        documents, rendered = encode(chat, tokenizer)
         ids, _ = documents[-1]
-        change = losses.find_change(rendered[-1].text, ids, tokenizer, is_rendered=True)
+        change = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
         turns, _ = chat
         first = [turn["role"] for turn in turns].index("assistant")
         prompt = turns[:first] or turns
-    added = tokenizer.added_tokens_decoder.values()
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
     found = {
-        "spells": any(token.special and str(token) in text for token in added),
+        "key": int.from_bytes(digest),  # of everything before the first answer
+        "spells": special_tokens(tokenizer).search(text) is not None,
         "change": change,
         "mark": losses.find_mark(text, tokenizer),
     }
-    return [sample(prompt, ids, labels, length) | found for ids, labels in documents]
-
-
-def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> dict:
-    """Return a document with FEATURES and at most `length` tokens. `cut` is 0 if these are all, 1
-    if targets are among them, else 2; `lost` is the number of others. `key` is a hash of everything
-    before the first answer."""
-    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
-    cut = 0
-    if len(ids) > length:
-        cut = 2 if {*labels[:length]} == {-100} else 1
-    return {
-        "input_ids": ids[:length],
-        "labels": labels[:length],
-        "cut": cut,
-        "lost": max(0, len(ids) - length),
-        "key": int.from_bytes(digest),
-    }
+    samples = []
+    for ids, labels in documents:
+        labels = labels[:length]
+        sample = {
+            "input_ids": ids[:length],
+            "labels": labels,
+            "has_target": {*labels} != {-100},
+            "lost": max(0, len(ids) - length),
+        }
+        samples.append(sample | found)
+    return samples
 
 
 def read_chat(row: dict, form: Form) -> Chat:
@@ -219,19 +225,19 @@ def read_chat(row: dict, form: Form) -> Chat:
     if columns or keys would be lost that may matter."""
     row = {column: row[column] for column in row if column not in form.ignored}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
-    first, *others = form.columns
-    turns = read_pair(row, *form.columns) if others else as_objects(row, first)
-    system = row.get("system") or row.get("system_prompt")
-    if system and system != turns[0].get("content"):
-        if turns[0].get("role") == "system":
-            raise ValueError("the row has a system column and a system turn")
-        turns = [{"role": "system", "content": system}, *turns]
+    read_turns = as_objects if len(form.columns) == 1 else read_pair
+    turns = read_turns(row, *form.columns)
+    for column in ("system", "system_prompt"):
+        system = row.get(column)
+        if system and system != turns[0].get("content"):
+            if turns[0].get("role") == "system":
+                raise ValueError(f"{column} is not the system turn, or another system column")
+            turns = [{"role": "system", "content": system}, *turns]
     kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
     for i, turn in enumerate(turns):
         check_turn(turn)
         form.check(turn, TURN_KEYS, turn["content"], "", "Write reasoning as reasoning_content. ")
         turns[i] = {key: turn[key] for key in turn if key in kept}
-    read = (*form.columns, *form.more)
     if not any(is_target(turn) for turn in turns):
         raise ValueError(
             "the chat has no assistant turn to train on (if it is in another column, pass "
@@ -239,11 +245,11 @@ def read_chat(row: dict, form: Form) -> Chat:
         )
     if not form.is_named:
         document = "\n\n".join(turn["content"] for turn in turns)
-        form.check(row, read, document, tables.with_flags(FLAGS[:2], form.columns))
+        way = tables.with_flags(FLAGS[:2], form.columns)
+        form.check(row, form.columns + form.more, document, way)
     if is_target(turns[0]):
         raise ValueError('the chat starts with an answer. Write "train": false in that turn')
-    tools = as_objects(row, "tools") if row.get("tools") else None
-    return turns, tools
+    return turns, as_objects(row, "tools") if row.get("tools") else None
 
 
 def read_pair(row: dict, prompt: str, completion: str) -> list[dict]:
@@ -268,7 +274,7 @@ def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
     value = row.get(key)
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not value or not isinstance(value, list) or not isinstance(value[0], dict):
+    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise ValueError(f"{key} is no list of objects. Turns are objects with role and content")
     return value
 
@@ -289,9 +295,9 @@ def check_turn(turn: dict) -> None:
     if turn.get("tool_calls"):
         for call in as_objects(turn, "tool_calls"):
             function = call.get("function", call)
-            name = function.get("name")
-            if not isinstance(name, str) or not isinstance(function.get("arguments"), dict):
-                raise ValueError(f"the call to {name} has no name or no object `arguments`")
+            is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if not is_named or not isinstance(function.get("arguments"), dict):
+                raise ValueError(f"the call {function} has no name or no object `arguments`")
     elif role == "assistant" and not content.strip():
         raise ValueError("the assistant's turn is empty")
 
@@ -301,18 +307,18 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
     in EOS instead of an <|im_end|> that the tokenizer would spell in letters."""
     if tokenizer.chat_template is None:
         choice = choice or "llama-2"
-    if choice:
-        path = Path(choice).expanduser()
-        if choice not in TEMPLATES and not path.is_file():
-            raise Problem(f"--chat-template {choice} is no file, nor {' or '.join(TEMPLATES)}.")
-        template = TEMPLATES.get(choice) or path.read_text(encoding="utf-8-sig")
-        eos = tokenizer.eos_token
-        if eos and "<|im_end|>" not in tokenizer.get_vocab():
-            template = template.replace("<|im_end|>", eos)
-        tokenizer.chat_template = template
-        print0(f"The chat template is {choice}. Exports contain it.")
     try:
+        if choice:
+            template = TEMPLATES.get(choice) or Path(choice).expanduser().read_text("utf-8-sig")
+            eos = tokenizer.eos_token
+            if eos and "<|im_end|>" not in tokenizer.get_vocab():
+                template = template.replace("<|im_end|>", eos)
+            tokenizer.chat_template = template
+            print0(f"The chat template is {choice}. Exports contain it.")
         tokenizer.apply_chat_template([{"role": "user", "content": WORD}], tokenize=False)
+    except (OSError, UnicodeError):
+        message = f"--chat-template {choice} is no UTF-8 file, nor llama-2 or chatml."
+        raise Problem(message) from None
     except jinja2.TemplateSyntaxError as error:
         place = choice or "the tokenizer's chat template"
         raise Problem(f"{place}, line {error.lineno}: {error.message}.") from None
@@ -320,23 +326,13 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
         return
 
 
-def encode(chat: Chat, tokenizer: Tokenizer) -> list:
-    """Return the documents of a chat."""
-    return encode_rendered(render_checked(chat, tokenizer), tokenizer)
-
-
-def render_checked(chat: Chat, tokenizer: Tokenizer) -> list:
-    """Return a chat's documents as texts. Raise an error if the template is not fit for these."""
+def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
+    """Return the documents of a chat, and the text of the last. Raise an error if the template is
+    not fit for it. Targets are the tokens of the assistant's turns, from after the header through
+    the end marker, but not a first token. EOS is appended to an answer that ends a document."""
     rendered = render(chat, tokenizer)
     functions = (render, text_of, answer_ends)  # optional: template_checks
     checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
-    return rendered
-
-
-def encode_rendered(rendered: list, tokenizer: Tokenizer) -> list:
-    """Return the documents of a chat, whose first token is not a target. Targets are the tokens of
-    the assistant's turns, from after the header through the end marker. EOS is appended to an
-    answer that ends a document."""
     documents = []
     for document in rendered:
         documents += tokenize(document.text, document.answers, tokenizer)
@@ -346,7 +342,7 @@ def encode_rendered(rendered: list, tokenizer: Tokenizer) -> list:
         if labels[-1] != -100 and ids[-1] != eos:
             ids.append(eos)
             labels.append(eos)
-    return documents
+    return documents, rendered[-1].text
 
 
 def render(chat: Chat, tokenizer: Tokenizer) -> list:
@@ -418,7 +414,7 @@ def text_of(chat: Chat, count: int, tokenizer: Tokenizer, is_prompt: bool = Fals
     return text if is_prompt else text.rstrip()
 
 
-def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list:
+def tokenize(text: str, answers: list, tokenizer: Tokenizer) -> list:
     """Return the documents of a text as ids and labels, given the answers in it. The tokens before
     each answer are those of its prompt alone.
 
@@ -445,7 +441,7 @@ def tokenize(text: str, answers: Spans, tokenizer: Tokenizer) -> list:
     return documents
 
 
-def join_answer(prompt: Ids, answer: str, together: Ids, tokenizer: Tokenizer) -> Ids:
+def join_answer(prompt: list, answer: str, together: list, tokenizer: Tokenizer) -> list:
     """Return the tokens of a prompt and its answer: `together`, or separately if a token spans the
     end of the prompt, or if its last token would strip the answer's spaces."""
     is_stripped = False
@@ -463,13 +459,12 @@ def join_answer(prompt: Ids, answer: str, together: Ids, tokenizer: Tokenizer) -
 def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     """Return the tokens of text[:end] by end. The tokens from a special token do not depend on the
     text before it, so that text is tokenized once."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = [str(token) for token in added if token.special and not token.lstrip]
+    special = special_tokens(tokenizer)
     known = 0  # characters of the text that are in whole segments
     segments = []
     rests = {}  # the number of whole segments before each end, and the text between
     for end in sorted(ends):
-        marks = [text.rfind(token, known, end) for token in special]
+        marks = [match.start() for match in special.finditer(text, known, end)]
         mark = max(marks, default=0)
         if mark > known:
             segments.append(text[known:mark])
@@ -483,12 +478,20 @@ def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     return prefixes
 
 
-def ids_of(text: str, tokenizer: Tokenizer) -> Ids:
+@lru_cache
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
+    """Return a pattern of the special tokens of a tokenizer, with the spaces that they strip."""
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    patterns = [(r"\s*" if token.lstrip else "") + re.escape(str(token)) for token in tokens]
+    return re.compile("|".join(patterns) or "(?!)")  # matches nothing
+
+
+def ids_of(text: str, tokenizer: Tokenizer) -> list:
     """Return the tokens of a part of a rendered chat."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def encode_text(text: Any, tokenizer: Tokenizer) -> Document:
+def encode_text(text: Any, tokenizer: Tokenizer) -> tuple:
     """Return ids and labels of a plain document: BOS if the tokenizer adds it, text, EOS. Raise
     ValueError if it is empty or not text."""
     if not isinstance(text, str) or not text.strip():
@@ -499,7 +502,7 @@ def encode_text(text: Any, tokenizer: Tokenizer) -> Document:
     return ids, [-100, *ids[1:]]
 
 
-def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> Document:
+def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
     ids = tokens.check_tokens(row, "input_ids", "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
@@ -523,11 +526,11 @@ def answer_header(tokenizer: Tokenizer) -> str:
     with contextlib.suppress(ValueError):  # the template rejects a question
         prompt = text_of(([question], None), 1, tokenizer, is_prompt=True)
         header = prompt.rpartition(WORD)[2].partition("<think>")[0]
-        return header.strip().rpartition("\n")[2].strip()
+        return header.strip().rpartition("\n")[2]
     return ""
 
 
-def answer_ends(tokenizer: Tokenizer) -> Ids:
+def answer_ends(tokenizer: Tokenizer) -> list:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
     after an answer, and the last one after a call."""
     ends = [tokenizer.eos_token_id]
@@ -538,32 +541,9 @@ def answer_ends(tokenizer: Tokenizer) -> Ids:
         with contextlib.suppress(ValueError):  # the template rejects such turns
             text = text_of(chat, 2, tokenizer)
             if has_end(text, chat, 1, tokenizer):
-                _, *_, after = text.split(WORD)
+                _, *_, after = text.split(WORD)  # ValueError if the template drops it
                 ids = ids_of(after, tokenizer)
                 # Gemma has an added token that is a line break.
                 found = [token for token in ids if str(added.get(token, "")).strip()]
                 ends += found[-1:] if "tool_calls" in turn else found
     return ends
-
-
-def drop_cut(name: str, split: str, documents: Dataset, length: int) -> Dataset:
-    """Return documents without those whose first answer starts after `length` tokens. Raise Problem
-    if these are more than half. Return prepared documents as they are."""
-    if "cut" not in documents.column_names:
-        return documents
-    cut = documents.with_format("numpy")["cut"][:]
-    kept = np.flatnonzero(cut < 2)
-    total = len(documents)
-    is_cut = np.count_nonzero(cut == 1)
-    lost = sum(documents["lost"][:])
-    print0(
-        f"{name}, {split}: {len(kept):,} of {total:,} documents have an answer within "
-        f"--max-seq-length {length}, which cuts {is_cut:,} of them. Cut and left out: {lost:,} "
-        "tokens"
-    )
-    if 2 * len(kept) < total:
-        raise Problem(
-            f"{name}: {total - len(kept)} of {total} documents start their first "
-            f"answer after --max-seq-length {length}. Raise it"
-        )
-    return documents.select(kept)
