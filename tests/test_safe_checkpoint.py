@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaForCausalLM
 
 import gpt2_fsdp
-from core import ranks, weights
+from core import checkpoint, ranks, weights
 from optional import safe_checkpoint
 from prepare import read
 
@@ -51,7 +51,7 @@ def add_bytes(metadata: Metadata, _: Path) -> None:
 
 @pytest.mark.parametrize("attack, name", [(add_code, "mkdir"), (add_bytes, "BytesStorageMetadata")])
 def test_hostile_checkpoint_runs_no_code(attack, name, texts, marker, tmp_path, capfd):
-    """Its sizes match, and it has no checksums."""
+    """Its sizes and values match, and it has no checksums of files."""
     flags = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32",
              "--model-name", "tiny", "--output-dir", tmp_path]  # fmt: skip
     assert start(gpt2_fsdp, *flags, "--max-steps", "2") == 0
@@ -60,8 +60,10 @@ def test_hostile_checkpoint_runs_no_code(attack, name, texts, marker, tmp_path, 
     attack(metadata, marker)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     state = json.loads((path / "train_state.json").read_text())
-    del state["sums"]
+    state["sums"] = {}
+    del state["crc"]
     state["files"][".metadata"] = (path / ".metadata").stat().st_size
+    state["crc"] = checkpoint.crc_of(state)
     (path / "train_state.json").write_text(json.dumps(state))
     for more in (["--max-steps", "4"], ["--export-only"]):
         assert start(gpt2_fsdp, *flags, *more) == 1
