@@ -165,6 +165,8 @@ def find_form(name: str, table: Table, args: Any) -> Form:
     form = tables.find_form(name, table, named, FORMS, FLAGS, args)
     form.more = ("system", "system_prompt", "tools")
     form.more = chat_formats.other_columns(form)  # optional: chat_formats
+    if form.columns == ("input_ids",):
+        form.more = ("labels",)
     used = [column for column in table.columns if column in form.columns + form.more]
     tables.print_columns(name, used, table.columns)
     return form
