@@ -231,10 +231,10 @@ def read_chat(row: dict, form: Form) -> Chat:
     turns = read_turns(row, *form.columns)
     for column in ("system", "system_prompt"):
         system = row.get(column)
-        if system and system != turns[0].get("content"):
-            if turns[0].get("role") == "system":
-                raise ValueError(f"{column} is not the system turn, or another system column")
+        if system and turns[0].get("role") != "system":
             turns = [{"role": "system", "content": system}, *turns]
+        if system and turns[0].get("content") != system:
+            raise ValueError(f"{column} is not the system turn, or another system column")
     kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
     for i, turn in enumerate(turns):
         check_turn(turn)
