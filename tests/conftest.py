@@ -1,10 +1,13 @@
 """Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
+import atexit
 import contextlib
+import functools
 import importlib
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -102,13 +105,60 @@ def wait_until(
         time.sleep(0.05)
 
 
+@functools.cache
+def fork_server() -> str:
+    """Start tests/helpers/fork_server.py, once, and return its socket. It ends with this process.
+    Processes that the tests start share it."""
+    path = os.environ.get("FORK_SERVER") or f"{CACHE.name}/fork_server"
+    if not Path(path).exists():
+        server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/fork_server.py", path])
+        atexit.register(server.wait)  # counts its time
+        atexit.register(server.terminate)
+        wait_until(Path(path).exists)
+    return path
+
+
+def fork(
+    processes: int, argv: list[str], quiet_seconds: float, lines: str | None, cwd: object, env: dict
+) -> subprocess.CompletedProcess:
+    """Run a script in forks of the fork server. Return its exit code and output as text."""
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as connection:
+        files = {name: f"{directory}/{name}" for name in ("stdin", "stdout", "stderr")}
+        for name, path in files.items():
+            Path(path).write_text(lines or "" if name == "stdin" else "")
+        request = {"processes": processes, "argv": argv, "cwd": str(cwd), "environment": env}
+        connection.connect(fork_server())
+        connection.sendall((json.dumps(request | files) + "\n").encode())
+        connection.settimeout(SLOWDOWN * quiet_seconds)
+        try:
+            code = int(connection.recv(99))
+        except TimeoutError:
+            pytest.fail(f"{hang_message(quiet_seconds)}\n{Path(files['stderr']).read_text()}")
+        output, error = (Path(files[name]).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(argv, code, output, error)
+
+
 def launch(
     processes: int, script: str | Path, *args: object, check: bool = True,
-    quiet_seconds: float = LAUNCH_SECONDS, lines: str | None = None, **options: object,
+    quiet_seconds: float = LAUNCH_SECONDS, lines: str | None = None, torchrun: bool = False,
+    **options: object,
 ) -> subprocess.CompletedProcess:  # fmt: skip
     """Run a script on `processes` ranks (0: without torchrun), with `lines` as its input. Return
-    its exit code and output as text."""
+    its exit code and output as text. The ranks are forks of a process with the libraries, unless
+    the test is about `torchrun` or the interpreter, or sets variables that libraries read early."""
     path = script if script in ("-m", "-c") else str(ROOT / script)
+    is_plain = path.endswith(".py") and options.keys() <= {"cwd"}
+    if is_plain and not torchrun and os.environ.get("FORK_SERVER") != "0":
+        environment = dict(os.environ)
+        if path.startswith(str(ROOT / "tests/workers")):
+            paths = [*(str(ROOT / folder) for folder in WORKER_PATHS), *sys.path]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+        argv = [path, *map(str, args)]
+        cwd = options.get("cwd", ROOT)
+        result = fork(processes, argv, quiet_seconds, lines, cwd, environment)
+        if check:
+            assert result.returncode == 0, f"{argv}\n{result.stdout}\n{result.stderr[-6000:]}"
+        return result
     command = [sys.executable, path, *map(str, args)]
     if processes:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -165,7 +165,7 @@ def test_bad_input_exits_with_one_message(script, changed, message, flags, tmp_p
 def test_two_ranks_report_bad_data_once(flags, tmp_path):
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     more = ["--val-dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
-    result = launch(2, "T5_training.py", *flags["T5_training"], *more, check=False)
+    result = launch(2, "T5_training.py", *flags["T5_training"], *more, check=False, torchrun=True)
     (error,) = error_lines(result.stderr)
     assert result.returncode and "Its columns are: a, b" in error
     script_output = result.stderr[: result.stderr.index("torch/distributed/elastic")]
