@@ -1,6 +1,8 @@
 """Tokens that tools/prepare.py wrote. Any rank may call these functions."""
 
+import contextlib
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,21 +10,29 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from core.checkpoint import crc_of
 from core.ranks import Problem
 from core.weights import tokenizer_digest
 
-NOTES = "prepared.json"  # a file in a prepared directory: what it was made with
+NOTES = "prepared.json"  # a file in a prepared directory: what it was made with, and CRCs
+DAMAGED = "is damaged: prepare it again."
+OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError)  # text that is not JSON of a dict
 # Flags that may differ: names of data, packing, and the template, which the tokenizer has.
 FREE = ("dataset", "val_dataset", "data_dir", "chat_template", "packing", "group_by_length")
 
 
 def read_notes(args: Any) -> dict:
-    """Return what --dataset, a prepared directory, was made with; {} if it is other data."""
+    """Return what --dataset, a prepared directory, was made with; {} if it is other data. Raise
+    Problem if it is damaged."""
     path = Path(args.dataset[0]).expanduser() / NOTES
-    names = [*args.dataset, *vars(args).get("val_dataset", ())]
-    if len(names) == 1 and path.is_file():
-        return json.loads(path.read_text())
-    return {}
+    names = [*args.dataset, *getattr(args, "val_dataset", ())]
+    if len(names) > 1 or not path.is_file():
+        return {}
+    with contextlib.suppress(*OTHER_FORM):
+        notes = json.loads(path.read_text())
+        if notes.pop("crc") == crc_of(notes):
+            return notes
+    raise Problem(f"{path} {DAMAGED}")
 
 
 def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
@@ -31,7 +41,6 @@ def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     return {
         "the data module": type(args).__module__,
         "the tokenizer and chat template": tokenizer_digest(tokenizer),
-        "the rows of the embedding": str(getattr(tokenizer, "embedding_size", "all")),
     } | flags
 
 
@@ -43,12 +52,12 @@ def load(
 ) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name: those of
     a prepared directory, or what `load_rows` returns for other data. Raise Problem if a directory
-    was made for another script, tokenizer or template, or with other flags."""
+    is damaged, or was made for another script, tokenizer or template, or with other flags."""
     name = args.dataset[0]
     notes = read_notes(args)
-    if not notes and load_rows is None:
-        raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
     if not notes:
+        if load_rows is None:
+            raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
         return load_rows(args, tokenizer, evaluate_only)
     for key, value in made_with(args, tokenizer).items():
         old = notes["made_with"].get(key, value)
@@ -56,5 +65,14 @@ def load(
             key = key.replace("_", "-")
             raise Problem(f"{name} was prepared with {key} {old}, not {value}. Pass the same, or "
                           "prepare it again.")  # fmt: skip
-    parts = datasets.load_from_disk(Path(name).expanduser()).with_format("numpy")
+    path = Path(name).expanduser()
+    for file, crc in notes["files"].items():
+        with contextlib.suppress(FileNotFoundError):
+            if zlib.crc32((path / file).read_bytes()) == crc:  # they have at most 500 MB
+                continue
+        raise Problem(f"{path / file} {DAMAGED}")
+    rows = getattr(tokenizer, "embedding_size", len(tokenizer))
+    if notes["highest_id"] >= rows:
+        raise Problem(f"{name} has token {notes['highest_id']}, but the model has only {rows}.")
+    parts = datasets.load_from_disk(path).with_format("numpy")
     return None if evaluate_only else parts["train"], {name: parts["validation"]}

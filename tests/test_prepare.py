@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib
+import json
 import shutil
 import sys
 from pathlib import Path
 from unittest import mock
 
+import datasets
 import pytest
 from conftest import launch, losses
 from in_process import start
@@ -14,7 +16,10 @@ from transformers import ByT5Tokenizer
 
 import chat_dataset
 import llama_fsdp
+import prepared_dataset
+from core.checkpoint import crc_of
 from core.ranks import Problem
+from tools import prepare
 
 SCRIPTS = {  # fixtures of --model-name and --dataset, other flags
     "T5_training": ("t5_directory", "pairs", "--rouge-samples=0"),
@@ -107,3 +112,75 @@ def test_part_of_a_prepared_directory_is_refused(form, prepared):
     args = dataclasses.replace(args, dataset=tuple(form.format(prepared).split()[::-1]))
     with pytest.raises(Problem, match="is prepared. Pass the whole directory, as the only data"):
         chat_dataset.load(args, ByT5Tokenizer())
+
+
+def damaged(change: str, path: Path) -> None:
+    """Damage a file of a prepared directory, or delete it."""
+    notes = path / prepared_dataset.NOTES
+    text = notes.read_text()
+    changes = {"cut notes": text[:-5], "foreign notes": '{"by": "another tool"}', "list": "[1]",
+               "changed template": text.replace("INST", "inst"), "no notes": ""}  # fmt: skip
+    if change in changes:
+        assert changes[change] != text
+        notes.write_text(changes[change])
+        return
+    (tokens,) = path.glob("train/*.arrow")
+    content = bytearray(tokens.read_bytes())
+    content[len(content) // 2] ^= 4
+    tokens.write_bytes({"flipped bit": content, "cut tokens": content[:-100]}.get(change, b""))
+    if change == "missing tokens":
+        tokens.unlink()
+
+
+@pytest.mark.parametrize("change", [
+    "cut notes", "foreign notes", "list", "changed template", "no notes",
+    "flipped bit", "cut tokens", "empty tokens", "missing tokens",
+])  # fmt: skip
+def test_damaged_directory_is_refused_with_one_message(change, prepared, tmp_path):
+    path = Path(shutil.copytree(prepared, tmp_path / "data"))
+    args = dataclasses.replace(llama_fsdp.TINY.data, dataset=(str(path),))
+    tokenizer = ByT5Tokenizer()
+    chat_dataset.set_chat_template(tokenizer, args)
+    damaged(change, path)
+    with pytest.raises(Problem, match=r"is damaged: prepare it again\.$"):
+        chat_dataset.load(args, tokenizer)
+
+
+def test_tokens_that_the_model_lacks_are_refused(prepared, tmp_path):
+    """The tokenizer has more tokens than the embedding has rows."""
+    args = dataclasses.replace(llama_fsdp.TINY.data, dataset=(prepared,))
+    tokenizer = ByT5Tokenizer()
+    chat_dataset.set_chat_template(tokenizer, args)
+    highest = json.loads((Path(prepared) / prepared_dataset.NOTES).read_text())["highest_id"]
+    train_set, val_sets = prepared_dataset.load(args, tokenizer, False, None)
+    used = {token for part in (train_set, *val_sets.values()) for ids in part["input_ids"]
+            for token in ids.tolist()}  # fmt: skip
+    assert highest == max(used)
+    tokenizer.embedding_size = highest + 1
+    chat_dataset.load(args, tokenizer)
+    tokenizer.embedding_size = highest
+    with pytest.raises(Problem, match=f"has token {highest}, but the model has only {highest}"):
+        chat_dataset.load(args, tokenizer)
+
+
+def test_interrupted_preparation_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+    """The same command works after two interruptions, at the tokens and at the rename."""
+    rows = dict.fromkeys(("train", "validation"), datasets.Dataset.from_list([{"input_ids": [7]}]))
+    path = tmp_path / "prepared"
+    for owner, name in ((datasets.DatasetDict, "save_to_disk"), (Path, "rename")):
+        real = getattr(owner, name)
+
+        def interrupt(*args, real=real, **options):
+            real(*args, **options)
+            raise KeyboardInterrupt
+
+        if name == "rename":
+            interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupt)
+            prepare.write(rows, {}, path)
+        assert not path.exists()
+    prepare.write(rows, {}, path)
+    notes = json.loads((path / prepared_dataset.NOTES).read_text())
+    assert notes["highest_id"] == 7 and notes.pop("crc") == crc_of(notes)
+    assert [file.name for file in tmp_path.iterdir()] == ["prepared"]

@@ -10,7 +10,9 @@ another tokenizer, template or other flags of data is refused.
 
 import importlib
 import json
+import shutil
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +20,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import datasets
+import pyarrow.compute as compute
 
 import prepared_dataset
 from core import ranks, weights
+from core.checkpoint import crc_of
 
 
 def prepare(script: ModuleType, args: Any) -> Path:
-    """Write the training and the validation set; return their directory. Raise Problem if there are
-    several validation sets, or if the directory exists."""
+    """Write the training and the validation set; return their directory, which has its name only
+    when it is complete. Raise Problem if there are several validation sets, or if it exists."""
     path = args.run.output_dir / "prepared"
     if path.exists():
         raise ranks.Problem(f"{path} exists. Delete it, or pass another --output-dir.")
@@ -45,11 +49,33 @@ def prepare(script: ModuleType, args: Any) -> Path:
                             "one --val-dataset.")  # fmt: skip
     parts = {"train": train_set, "validation": next(iter(val_sets.values()))}
     rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
-    datasets.DatasetDict(rows).save_to_disk(path)
     notes["made_with"] = prepared_dataset.made_with(args.data, tokenizer)
     notes["dataset"] = args.data.dataset
-    (path / prepared_dataset.NOTES).write_text(json.dumps(notes, indent=1))
+    write(rows, notes, path)
     return path
+
+
+def write(rows: dict[str, datasets.Dataset], notes: dict, path: Path) -> None:
+    """Write data sets by split to the directory `path`, and beside them `notes`, for JSON, with the
+    highest token id, a CRC of each file, and one of the notes."""
+    temporary = path.with_name(f"tmp-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    datasets.DatasetDict(rows).save_to_disk(temporary)
+    notes["highest_id"] = max(map(highest_id, rows.values()))
+    notes["files"] = {
+        str(file.relative_to(temporary)): zlib.crc32(file.read_bytes())
+        for file in temporary.glob("**/*.*")
+    }
+    notes["crc"] = crc_of(notes)
+    (temporary / prepared_dataset.NOTES).write_text(json.dumps(notes, indent=1))
+    temporary.rename(path)
+
+
+def highest_id(samples: datasets.Dataset) -> int:
+    """Return the highest token id in a data set."""
+    columns = {"input_ids", "labels"}.intersection(samples.column_names)
+    table = samples.with_format("arrow")
+    return max(compute.max(compute.list_flatten(table[name][:])).as_py() for name in columns)
 
 
 def main(words: list[str]) -> None:
