@@ -307,7 +307,7 @@ def train(
     total_steps = optim.max_steps or optim.epochs * epoch_steps
     factors = schedule(optim, total_steps, epoch_steps)  # learning rate / --lr, by step
     groups = parameter_groups(model, shapes, optim.weight_decay)
-    optimizers = [torch.optim.AdamW(groups, lr=optim.lr, fused=True)]
+    optimizers = [torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)]
     optimizers = paged.replace(args.optimizer, optimizers)  # optional: paged
     scaler = policies.gradient_scaler(model, device, precision, optimizers)  # only fp16 needs it
     autocast = policies.autocast(model, device, precision)  # only DDP needs it
@@ -334,6 +334,7 @@ def train(
     start = state.step
     if start >= total_steps:
         print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
+        total_steps = start  # --max-steps may be lower
     probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
     checks.check_model(args, device, model, *probe)  # optional: startup_checks
     checks.check_optimizers(model, optimizers)  # optional: startup_checks

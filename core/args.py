@@ -5,7 +5,7 @@ import contextlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
@@ -23,6 +23,7 @@ Count = Annotated[int, Range(1)]
 Size = Annotated[int, Range(0)]  # the help says what 0 means
 Interval = Annotated[int | None, Range(0)]
 Positive = Annotated[float, Range(1e-12)]
+NonNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # off by default
 # The default of a list in its help: tyro would write "(default: )" if it is empty.
@@ -81,17 +82,21 @@ class Optim:
     lr: Annotated[float, Range(1e-12, 10)] = 3e-4
     """peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """after the warm-up, linear or cosine to 0; step: no warm-up, times --gamma per epoch"""
+    """after the warm-up, linear or cosine to 0 or --min-lr-ratio; step: times --gamma per epoch"""
+    min_lr_ratio: Fraction = 0.0
+    """lowest learning rate of linear and cosine, as a fraction of --lr"""
     gamma: Positive = 0.85
     """factor of --lr-schedule step"""
     warmup_ratio: Fraction = 0.03
     """fraction of the steps for warm-up"""
     warmup_steps: Size = 0
     """steps of warm-up; 0: --warmup-ratio"""
-    weight_decay: Annotated[float, Range(0)] = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments"""
+    weight_decay: NonNegative = 0.01
     """AdamW's weight decay, except for biases and norms"""
-    max_grad_norm: Positive = 1.0
-    """clip gradients to this norm"""
+    max_grad_norm: NonNegative = 1.0
+    """clip gradients to this norm; 0: do not clip"""
     seed: Size = 0
     """random seed of weights, data order and dropout"""
 
@@ -140,25 +145,29 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
 
 def _validate(args: Any) -> Any:
     """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with one
-    message for numbers out of the Range of their annotations and the sections' `problems`."""
+    message for numbers out of the Range of their annotations or, if there are none, for the
+    sections' `problems`, which need valid numbers."""
     sections = vars(args).values()
     problems = []
     for section in sections:
         hints = get_type_hints(type(section), include_extras=True)
         for name, value in vars(section).items():
-            for limit in getattr(hints[name], "__metadata__", ()):
+            for limit in get_args(hints[name]):
                 if not isinstance(limit, Range) or value is None:
                     continue
                 if not limit.low <= value < limit.high:
                     flag = "--" + name.replace("_", "-")
-                    limits = f"at least {limit.low}, below {limit.high:,}"
-                    problems.append(f"{flag} is {value}, but must be {limits}.")
-    for section in sections:
-        if not problems and hasattr(section, "resolve"):
-            section.resolve(args)
-    for section in sections:
-        if hasattr(section, "problems"):
-            problems += section.problems(args)
+                    problems.append(
+                        f"{flag} is {value}, but must be at least {limit.low}, "
+                        f"below {limit.high:,}."
+                    )
+    if not problems:
+        for section in sections:
+            if hasattr(section, "resolve"):
+                section.resolve(args)
+        for section in sections:
+            if hasattr(section, "problems"):
+                problems += section.problems(args)
     if problems:
         finish(Problem(" ".join(problems)))
     return args

@@ -37,7 +37,7 @@ def test_help_fits_80_columns_and_shows_defaults(name, capsys, monkeypatch):
         f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py",
         "--lr FLOAT",
         f"peak learning rate (default: {script.Args().optim.lr})",
-        "linear or cosine to 0",
+        "linear or cosine to 0 or --min-lr-ratio",
     ):
         assert words in text
     assert "optional:" not in text  # comments are no help
@@ -91,17 +91,31 @@ def test_flags_of_other_programs_and_values_of_switches_get_the_right_flag(flags
     assert message in refusal(llama_fsdp, *flags)
 
 
-def test_values_out_of_range_and_combinations_are_one_message():
-    flags = ["--batch-size", "0", "--lr", "1e30", "--warmup-ratio", "1", "--weight-decay", "nan"]
-    flags += ["--strategy", "ddp", "--fsdp", "2", "--wrap", "size"]
-    assert refusal(gpt2_fsdp, *flags) == (
+def test_values_out_of_range_are_one_message_and_then_combinations():
+    """Combinations are judged with valid numbers only: a wrong one has no second message."""
+    numbers = ["--batch-size", "0", "--lr", "1e30", "--warmup-ratio", "1", "--weight-decay", "nan"]
+    flags = ["--strategy", "ddp", "--fsdp", "2", "--wrap", "size"]
+    assert refusal(gpt2_fsdp, *numbers, *flags) == (
         "--batch-size is 0, but must be at least 1, below 2,147,483,648. "
         "--lr is 1e+30, but must be at least 1e-12, below 10. "
         "--warmup-ratio is 1.0, but must be at least 0, below 1. "
-        "--weight-decay is nan, but must be at least 0, below 2,147,483,648. "
+        "--weight-decay is nan, but must be at least 0, below 2,147,483,648."
+    )
+    assert refusal(gpt2_fsdp, *flags) == (
         "--strategy ddp needs --fsdp 1, without --cpu-offload. "
         "--wrap size is neither block nor size:N."
     )
+
+
+@pytest.mark.parametrize("flags, number", [
+    (["--lora-rank", 4, "--lora-dropout", 1.5], "--lora-dropout is 1.5"),
+    (["--lora-rank", -4, "--lora-alpha", 8], "--lora-rank is -4"),
+    (["--global-batch-size", 6, "--batch-size", 0], "--batch-size is 0"),
+    (["--strategy", "hybrid_shard", "--shard-group-size", -2], "--shard-group-size is -2"),
+])  # fmt: skip
+def test_number_out_of_range_is_the_only_message(flags, number):
+    message = refusal(llama_fsdp, *flags)
+    assert message.startswith(f"{number}, but must be at least ") and ". " not in message
 
 
 @pytest.mark.parametrize("flags", [

@@ -231,9 +231,10 @@ def finished(original: Path, tmp_path: Path) -> Path:
 def test_finished_run_exports_again_and_can_train_longer(finished, flags, capfd):
     whole = shutil.copytree(finished, finished.with_name("whole"))
     shutil.rmtree(finished / "final")  # as a killed export leaves it
-    for _ in range(2):
-        assert run(flags, finished, "--max-steps", "4") == 0
+    for steps in ("4", "2"):
+        assert run(flags, finished, "--max-steps", steps) == 0
         output = capfd.readouterr().out
+        assert "\ndone  4/4 " in output
         assert "is finished at 4 steps. To train longer, raise --max-steps" in output
         check_equal_runs(finished, whole)
         assert status(finished) == "finished" and len(metrics(finished, "done")) == 1

@@ -8,7 +8,7 @@ from copied import edited_script
 from core import ranks
 
 IS_FIRST = {"units": "'.h.' in name", "shared": "name.endswith('weight') and '.ln' not in name"}
-ONE = """    optimizers = [torch.optim.AdamW(groups, lr=optim.lr, fused=True)]
+ONE = """    optimizers = [torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)]
 """
 TWO = """    named = list(model.named_parameters())
     first = [p for name, p in named if IS_FIRST]
