@@ -299,7 +299,6 @@ def train(
         collate_fn=partial(micro_batches, collate=collate, optim=optim),
         num_workers=optim.num_workers,
         worker_init_fn=ranks.block_stops,
-        timeout=run.timeout_minutes * 60 if optim.num_workers else 0,
         pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # the default one is dropout's
     )
@@ -352,7 +351,6 @@ def train(
     sampler.start = start
     sampler.stop = total_steps
     steps = progress(loader, "step", total_steps, start)
-    steps = watchdog.explain(steps, optim.num_workers)  # optional: watchdog
     for step, batches in enumerate(steps, start + 1):
         watchdog.restart()  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.

@@ -1,13 +1,15 @@
 """What a rank that hangs waits for. Without this file, it ends by the time-out of a collective, and
-nothing tells where it was, or whom it waited for at the start."""
+nothing tells where it was, or whom it waited for at the start. A worker process that dies prints a
+traceback."""
 
+import contextlib
 import faulthandler
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from core import ranks
 from core.ranks import Problem
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
+FROM_LOADER = ("DataLoader", "in pin memory thread")  # in messages of PyTorch's loader
 _file: IO[str] | None = None  # open in a watched function
 _seconds = 0.0
 
@@ -43,7 +46,8 @@ def _watch_start() -> None:
 def watched(train: Callable) -> Callable:
     """Return `train`, whose first argument are the script's, as a function that writes all stacks
     to OUTPUT_DIR/stacks-rank-N.txt if `restart` is not called for a third of the time-out. At its
-    end, also by an error, an empty file is deleted. Any rank may call it."""
+    end, also by an error, an empty file is deleted. It raises Problem if a worker process of a
+    loader fails. Any rank may call it."""
 
     @functools.wraps(train)
     def run(args: Any, *others: Any) -> Any:
@@ -54,10 +58,19 @@ def watched(train: Callable) -> Callable:
             restart()
             try:
                 return train(args, *others)
+            except (OSError, RuntimeError, EOFError) as error:
+                if not any(words in str(error) for words in FROM_LOADER):
+                    raise
+                raise Problem(
+                    f"A worker process failed to load samples ({error}). Give the container more "
+                    "shared memory in /dev/shm, as with docker's --shm-size=16g, or pass "
+                    "--num-workers 0."
+                ) from error
             finally:
                 faulthandler.cancel_dump_traceback_later()
-                if _file.seek(0, 2) == 0:  # its size
-                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # do not hide the reason for the end
+                    if _file.seek(0, 2) == 0:  # its size
+                        path.unlink(missing_ok=True)
                 _file = None
 
     return run
@@ -67,17 +80,3 @@ def restart() -> None:
     """Start the time again, if a watched function runs. Any rank may call this."""
     if _file is not None:
         faulthandler.dump_traceback_later(_seconds, file=_file)
-
-
-def explain(steps: Iterable, num_workers: int) -> Iterator[Any]:
-    """Yield the items of a loader. Raise Problem if a worker process fails or times out. Any rank
-    may call this."""
-    try:
-        yield from steps
-    except (OSError, RuntimeError) as error:
-        if num_workers == 0:
-            raise
-        raise Problem(
-            f"A worker process failed to load samples ({error}). Give the container more shared "
-            "memory in /dev/shm, as with docker's --shm-size=16g, or pass --num-workers 0."
-        ) from error
