@@ -183,6 +183,17 @@ class Planner(dcp.DefaultSavePlanner):
         return data
 
 
+class Writer(dcp.FileSystemWriter):
+    """Raises the OSError of a write, such as a full disk's, not PyTorch's RuntimeError after it."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's file."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
+
+
 def save(
     run: Run, tensors: dict, state: State, log: Any, must_succeed: bool = True,
     file_sums: Callable = lambda _: {},
@@ -205,7 +216,7 @@ def save(
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk
         *_, reason = (str(error).strip() or repr(error)).splitlines()
-        problem = f"{path} could not be saved ({reason}). Is the disk full?"
+        problem = f"{path} could not be saved: {reason}."
         if must_succeed:
             raise OSError(problem) from None
         print0(f"{problem} The next save tries again.")
@@ -224,7 +235,7 @@ def _clear(path: Path) -> None:
 def _write_shards(path: Path, tensors: dict, group: dist.ProcessGroup | None) -> None:
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     planner = Planner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
-    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # see Planner
+    writer = Writer(path, per_thread_copy_ahead=0)  # see Planner
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
 

@@ -155,12 +155,29 @@ def test_disk_that_stays_full_ends_the_run(flags, tmp_path):
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     error = result.stderr.strip().splitlines()[-1]
-    assert error.startswith("error: ") and error.endswith("Is the disk full?")
+    assert error.startswith("error: ") and "File too large" in error
     assert status(tmp_path) == "running"
     names = sorted(path.name for path in tmp_path.glob("checkpoints/*"))
     assert names == ["step-00000002", "step-00000004"]
     launch(0, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 4]
+
+
+@pytest.mark.parametrize("more", [[], ["--async-save"]])
+def test_worker_that_dies_in_a_save_does_not_interrupt_it(flags, tmp_path, more):
+    command = ["gpt2_fsdp", "worker in save", 0, 0, *flags, "--num-workers", 1, *more]
+    result = launch(0, "tests/workers/faulty.py", *command, "--output-dir", tmp_path, check=False)
+    assert result.returncode == 1 and "could not be saved" not in result.stdout
+    assert "error: A worker process failed" in result.stderr and "Traceback" not in result.stderr
+    assert metrics(tmp_path, "save")
+
+
+def test_worker_that_dies_between_saves_is_noticed_and_explained(flags, tmp_path):
+    command = ["gpt2_fsdp", "worker", 0, 3, *flags, "--num-workers", 1, "--output-dir", tmp_path]
+    result = launch(0, "tests/workers/faulty.py", *command, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "error: A worker process failed" in result.stderr
+    assert max(losses(tmp_path)) == 3
 
 
 def run(flags: list[str], output: Path, *more: object) -> int:

@@ -2,14 +2,18 @@
 
 raise: raise NCCL's exception class. problem: raise Problem, while saves take two seconds. nan: set
 the parameters to NaN. hang: sleep in the forward pass. full: limit files to 100 kB, as if the disk
-were full, until the next step. full for good: the same until the end.
+were full, until the next step. full for good: the same until the end. worker: kill a process of
+the loader. worker in save: kill one in each save, while it writes.
 """
 
 import importlib
+import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,20 @@ from core import checkpoint, ranks
 def limit(size: int) -> None:
     """Limit the size of the files that this process writes, in bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def kill_worker() -> None:
+    """Kill a worker process of a loader, and give this process time to notice."""
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    for _ in range(20):
+        time.sleep(0.02)
+
+
+def resolve(self: checkpoint.Planner, item: Any) -> Any:
+    """Return what is written, after the death of a worker."""
+    if multiprocessing.active_children():
+        kill_worker()
+    return resolve_data(self, item)
 
 
 if __name__ == "__main__":
@@ -44,6 +62,8 @@ if __name__ == "__main__":
                         parameter.fill_(float("nan"))
             if fault == "hang":
                 script.summed_loss = lambda *_: time.sleep(100_000)
+            if fault == "worker":
+                kill_worker()
             if fault.startswith("full"):
                 limit(100_000)
 
@@ -51,6 +71,9 @@ if __name__ == "__main__":
         time.sleep(2)
         save(*args, **options)
 
+    resolve_data = checkpoint.Planner.resolve_data
+    if fault == "worker in save":
+        checkpoint.Planner.resolve_data = resolve
     save = checkpoint.dcp.save
     if fault == "problem":
         checkpoint.dcp.save = save_slowly
