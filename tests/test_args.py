@@ -1,6 +1,7 @@
 """Flags: parsing, help, suggestions, ranges, and how the global batch is cut."""
 
 import importlib
+import itertools
 import re
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from ten_steps import parse_args
 
 import gpt2_fsdp
 import llama_fsdp
+import T5_training
 from core import args
 from optional import flag_advice
 
@@ -57,11 +59,39 @@ def test_help_of_a_flag_is_one_paragraph(name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_other_names_lead_to_flags_of_the_script(name):
+def test_other_names_and_flags_without_effect_are_flags_of_the_script(name):
     fields = [vars(section) for section in vars(importlib.import_module(name).Args()).values()]
     flags = {"--" + field.replace("_", "-") for section in fields for field in section}
-    for advice in flag_advice.OTHER_NAMES.values():
-        assert set(re.findall(r"--[a-z-]+", advice)) <= flags, advice
+    texts = [*flag_advice.OTHER_NAMES.values(), *itertools.chain(*flag_advice.NO_EFFECT.items())]
+    for text in texts:
+        assert set(re.findall(r"--[a-z-]+", text)) <= flags, text
+
+
+def test_repeated_values_of_betas_are_accepted():
+    assert parse(gpt2_fsdp, "--betas", "0.9", "0.9").optim.betas == (0.9, 0.9)
+
+
+@pytest.mark.parametrize("flags, note", [
+    (["--gamma", 0.5], "--gamma has no effect with --lr-schedule linear."),
+    (["--gamma", 0.5, "--lr-schedule", "step"], ""),
+    (["--warmup-steps", 9, "--lr_schedule=step"],
+     "--warmup-steps has no effect with --lr-schedule step."),
+    (["--warmup-steps", 9], ""),
+    (["--warmup-steps", 9, "--warmup-ratio", 0],
+     "--warmup-ratio has no effect with --warmup-steps 9."),
+    (["--warmup-steps", 0, "--warmup-ratio", 0.1], ""),
+    (["--min-lr-ratio", 0.1, "--lr-schedule", "constant"],
+     "--min-lr-ratio has no effect with --lr-schedule constant."),
+    (["--min-lr-ratio", 0.1], ""),
+    (["--epochs", 3, "--max-steps", 9], "--epochs has no effect with --max-steps 9."),
+    (["--shard-group-size", 2], "--shard-group-size has no effect with --strategy full_shard."),
+    (["--lr", 1, "--epochs", 3, "--lr=2"], "--lr is passed 2 times: the last one counts."),
+    (["--no-save-best", "--save-best"], "--save-best is passed 2 times: the last one counts."),
+    (["--dataset", "a.txt", "b.txt", "--betas", 0.9, 0.9], ""),
+])  # fmt: skip
+def test_flag_without_effect_is_one_line(flags, note, capsys):
+    assert not refusal(gpt2_fsdp, *flags)
+    assert capsys.readouterr().out == (note and f"{note}\n")
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -83,6 +113,24 @@ def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
     (["--bf16", "True"], "For --bf16, pass --precision bf16."),
     (["--resume-from-checkpoint"], "pass the same command again: the run in --output-dir resumes."),
     (["--lora-r", "8"], "--lora-rank INT"),
+    (["--min-lr", "6e-5"], "For --min-lr, pass --min-lr-ratio, a fraction of --lr."),
+    (["--beta2=0.95"], "For --beta2, pass --betas."),
+    (["--dropout", "0.1"], "For --dropout, see the recipes in docs/change-a-script.md"),
+    (["--early_stopping_patience=3"], "see the recipes in docs/change-a-script.md"),
+    (["--config", "a.yaml"], "For --config, pass flags: no file of them is read."),
+    (["--tokenizer", "mine"], "pass --model-name, a directory that has it."),
+    (["--device", "cpu"], "set the variable CUDA_VISIBLE_DEVICES (empty: the CPU)."),
+    (["--nproc_per_node", "8"], "pass it to torchrun, before the script's name."),
+    (["--push-to-hub"], "run hf upload NAME/MODEL OUTPUT_DIR/final afterwards."),
+    (["--wandb-project", "a"], "set the variable WANDB_PROJECT, and pass --track wandb."),
+    (["-lr", "1e-3"], "-lr is not a flag. Pass --lr."),
+    (["lr=1e-3"], "lr=1e-3 is not a flag. Pass --lr."),
+    (["batch_size=3"], "batch_size=3 is not a flag. Pass --batch-size."),
+    (["--max-steps", "-1"], "--max-steps is -1. Pass a number that its --help allows, or leave"),
+    (["--betas", "0.9", "1"], "--betas is 1. Pass two numbers from 0 to below 1."),
+    (["--betas", "-.1", "0.9"], "--betas is -.1. Pass two numbers from 0 to below 1."),
+    (["--model-name", "a/model.safetensors"], "model.safetensors. Pass the directory of the file."),
+    (["--dataset", "a.jsonl,b.jsonl"], "--dataset is a.jsonl,b.jsonl. Pass names with spaces, not"),
     (["--packing", "false"], "--packing takes no value. Pass --packing or --no-packing."),
     (["--packing=False"], "--packing takes no value. Pass --packing or --no-packing."),
     (["--no-packing", "true"], "--packing takes no value. Pass --packing or --no-packing."),
@@ -146,6 +194,17 @@ def test_empty_output_directory_is_refused(flags):
     message = "--output-dir is empty. Pass a directory."
     assert refusal(gpt2_fsdp, *flags, "--lr", "1e-4") == message
     assert refusal(gpt2_fsdp, *flags) and not refusal(gpt2_fsdp, "--output-dir", ".")
+
+
+@pytest.mark.parametrize("flags", [
+    ["--dataset"], ["--dataset", ""], ["--dataset="], ["--val-dataset"], ["--ignore-columns"],
+    ["--model-name", ""], ["--dataset-config", ""], ["--lora-targets"], ["--chat-template="],
+])  # fmt: skip
+def test_empty_value_is_refused(flags):
+    flag = flags[0].rstrip("=")
+    message = f"{flag} is empty. Pass a value, or leave it out."
+    assert refusal(llama_fsdp, *flags, "--lr", "1e-4") == message
+    assert not refusal(T5_training, "--source-prefix", "")
 
 
 def test_file_named_twice_is_refused(tmp_path, monkeypatch):
