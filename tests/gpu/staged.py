@@ -56,7 +56,8 @@ if __name__ == "__main__":
         dist.Backend.register_backend("staged", new_backend, devices=[DEVICE])
         dist.get_default_backend_for_device = lambda _: "staged"
         dist.init_process_group = init_process_group
-        os.environ["LOCAL_RANK"] = "0"  # all ranks use the one GPU
+        # All ranks use the one GPU, as if each had a node.
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         del sys.argv[0]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
