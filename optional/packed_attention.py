@@ -2,7 +2,6 @@
 document at a time. Without this file, Transformers' sdpa computes the attention between all of them
 and masks most; with flash-attn, set `config._attn_implementation = "flash_attention_2"` instead."""
 
-import contextlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -41,9 +40,12 @@ def set_kernel(
         is_traced = args.sharding.compile and not torch.accelerator.is_available()
         if has_sdpa and is_packed and not is_traced:
             for candidate in ("varlen", "flash"):
-                with contextlib.suppress(Problem):
+                try:
                     varlen_kernel(candidate, precision)
                     name = candidate
+                except Problem as problem:
+                    if problem.__cause__:  # flash-attn is installed, but broken
+                        print0(str(problem))
     if name == "sdpa" and not has_sdpa:
         raise Problem(f"--attention sdpa: {kind.__name__} lacks it. Pass eager.")
     config._attn_implementation = name
@@ -97,13 +99,18 @@ def flash_attn() -> Callable:
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     if is_hopper and importlib.util.find_spec("flash_attn_interface"):
         name = "flash_attn_interface"
+    if not importlib.util.find_spec(name):
+        raise Problem("--attention flash needs flash-attn. Install it.")
     try:
         function = importlib.import_module(name).flash_attn_varlen_func
     except Exception as error:  # any type, if it was built for another torch or driver
-        raise Problem(f"--attention flash needs {name} ({error}). Install it.") from error
+        raise Problem(f"{name} cannot be imported: {error}. Install it again.") from error
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        output = function(q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True)
+        options = {"softmax_scale": scale, "causal": True}
+        # By default, the order of its sums in the backward pass varies.
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        output = function(q, k, v, ends, ends, longest, longest, **options)
         return output[0] if isinstance(output, tuple) else output
 
     return flash

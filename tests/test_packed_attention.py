@@ -33,9 +33,10 @@ from policies import Sharding
 KERNEL = """
 calls = []
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+    deterministic,
 ):
-    calls.append((q, k, v, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+    calls.append((q, k, v, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic))
     return q, None
 """
 BROKEN = "raise RuntimeError('built for another torch')"
@@ -48,22 +49,28 @@ BROKEN = "raise RuntimeError('built for another torch')"
     (10, {"flash_attn": BROKEN}, None),
 ])  # fmt: skip
 @mock.patch.dict(sys.modules)
-def test_newest_flash_attn_is_used(capability, modules, origin, tmp_path, monkeypatch):
+def test_newest_flash_attn_is_used(capability, modules, origin, tmp_path, monkeypatch, capsys):
+    """It obeys torch's switch for deterministic kernels. If it is broken, auto says why."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     if origin is None:
-        with pytest.raises(Problem, match="needs flash_attn .built for another torch"):
+        reason = "flash_attn cannot be imported: built for another torch"
+        with pytest.raises(Problem, match=reason):
             packed_attention.varlen_kernel("flash", "bf16")
+        assert choose("Llama", "auto", {}) == "packed" and reason in capsys.readouterr().out
         return
     kernel = packed_attention.varlen_kernel("flash", "bf16")
     tensors = [torch.randn(8, 2, 4) for _ in "qkv"]
     ends = torch.tensor([0, 5, 8], dtype=torch.int32)
     assert kernel(*tensors, ends, 5, 0.5) is tensors[0]
     (call,) = importlib.import_module(origin).calls
-    assert call == (*tensors, 5, 5, 0.5, True)
+    assert call == (*tensors, 5, 5, 0.5, True, False)
+    with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+        kernel(*tensors, ends, 5, 0.5)
+    assert importlib.import_module(origin).calls[-1][-1] is True
 
 
 @pytest.mark.parametrize("has_flag", [False, True])
