@@ -1,9 +1,12 @@
 """Checkpoints: memory of a save and a resume (12 bytes per parameter, for weights and moments),
 resumes with other strategies and world sizes, and damaged files."""
 
+import itertools
 import json
 import os
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -238,3 +241,75 @@ def test_damaged_status_and_metrics_do_not_prevent_a_resume(process_group, tmp_p
     log.open_directory(tmp_path)
     log.Log(tmp_path, checkpoint.State({}, [], step=2), 9)
     assert metrics(tmp_path, "train") == [json.loads(line)]
+
+
+class Killed(BaseException):
+    """What a test raises in place of a SIGKILL."""
+
+
+@pytest.mark.parametrize("moment", ["write_text", "rename"])
+def test_train_state_is_complete_or_absent(moment, process_group, tmp_path, monkeypatch):
+    """A kill in the first save leaves none, so that the run may start over."""
+    original = getattr(Path, moment)
+
+    def kill(path: Path, value: object) -> object:
+        if not path.name.startswith(checkpoint.STATE):
+            return original(path, value)
+        if moment == "write_text":
+            path.write_bytes(value[:99].encode())
+        raise Killed
+
+    (tmp_path / "status").touch()
+    save = partial(checkpoint.save, Run(tmp_path), {"x": torch.zeros(1)}, log=LOG)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, moment, kill)
+        with pytest.raises(Killed):
+            save(checkpoint.State({}, [], step=2))
+    path = tmp_path / "checkpoints/step-00000002"
+    assert path.is_dir() and not (path / checkpoint.STATE).exists()
+    assert checkpoint.find_newest(tmp_path) is None
+    save(checkpoint.State({}, [], step=2))
+    assert checkpoint.find_newest(tmp_path) == path
+    assert {file.name for file in path.iterdir()} == {"__0_0.distcp", ".metadata", checkpoint.STATE}
+
+
+def test_prune_keeps_the_newest_complete_checkpoints(saved):
+    """One that is damaged does not count, nor one of later steps."""
+    for step in (1, 3, 6):
+        (saved / f"step-{step:08d}").mkdir()
+    checkpoint.prune(saved, 2, saved / "step-00000004")
+    assert {path.name for path in saved.iterdir()} == {"step-00000002", "step-00000004"}
+    checkpoint.prune(saved, 1, saved / "step-00000004")
+    assert {path.name for path in saved.iterdir()} == {"step-00000004"}
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return a function that makes this process rank `rank` of `size`."""
+
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: size)
+
+    return become
+
+
+def test_each_rank_resumes_its_loss_sum_and_other_ranks_share_them(rank_of):
+    state = checkpoint.State({}, [], loss_sums=[1.0, 2.0])
+    sums = {}
+    for size in (1, 2, 4):
+        sums[size] = []
+        for rank in range(size):
+            rank_of(rank, size)
+            sums[size].append(state.own_loss_sum())
+    assert sums == {1: [3.0], 2: [1.0, 2.0], 4: [0.75] * 4}
+
+
+def test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks(rank_of, tmp_path):
+    numbers = []
+    for rank, seed, step in itertools.product((0, 1), (0, 9), (6, 7)):
+        rank_of(rank, 2)
+        values = {"processes": 3, "identity": {"--seed": seed}, "step": step}
+        checkpoint.load_random_states(tmp_path, values)
+        numbers.append(torch.rand(1).item())
+    assert len(set(numbers)) == 8

@@ -263,9 +263,10 @@ def test_combinations_that_cannot_work_are_refused(processes, flags, message, mo
     assert message in text if message else not text
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2", "ddp"])
-def test_all_optimizers_skip_a_step_that_is_bad_for_one(wrapper, precision, process_group):
+def test_all_optimizers_skip_a_step_that_is_bad_for_one(wrapper, precision, value, process_group):
     """GradScaler would tell a fused AdamW only of its own gradients: NaN of Muon's matrices would
     reach AdamW's through clipping."""
     torch.manual_seed(0)
@@ -292,7 +293,7 @@ def test_all_optimizers_skip_a_step_that_is_bad_for_one(wrapper, precision, proc
         scaler.scale(loss).backward()
         if step == 2:
             for parameter in matrices:
-                parameter.grad.fill_(torch.nan)
+                parameter.grad.fill_(value)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = policies.clip_gradients(model, 1.0)
@@ -307,3 +308,14 @@ def test_all_optimizers_skip_a_step_that_is_bad_for_one(wrapper, precision, proc
     assert all(map(torch.equal, first, second))
     assert not any(map(torch.equal, second, third))
     assert all(tensor.isfinite().all() for tensor in third)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_norm_that_is_not_finite_ends_the_run_unless_fp16_can_lower_its_scale(value):
+    norms = {4: torch.tensor(1.0), 5: torch.tensor(value), 6: torch.tensor(value)}
+    scalers = {"no fp16": torch.amp.GradScaler("cpu", enabled=False)}
+    for scale in (1, 2):
+        scalers[scale] = torch.amp.GradScaler("cpu", init_scale=scale)
+    steps = {name: policies.first_bad_step(norms, scaler) for name, scaler in scalers.items()}
+    assert steps == {"no fp16": 5, 1: 5, 2: None}
+    assert policies.first_bad_step({4: norms[4]}, scalers["no fp16"]) is None

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import killed
 import pytest
 from chaos import is_over, workers
 from conftest import (
@@ -183,6 +184,25 @@ def test_worker_that_dies_between_saves_is_noticed_and_explained(flags, tmp_path
 def run(flags: list[str], output: Path, *more: object) -> int:
     """Run the script in this process, on one rank; return its exit code."""
     return start(gpt2_fsdp, *flags, "--output-dir", output, *more)
+
+
+def test_stopped_run_resumes_bit_for_bit_between_two_lines_of_its_log(flags, tmp_path, monkeypatch):
+    """A loss in the log is the mean of three steps. The run has dropout."""
+    flags = [*flags, "--log-every", "3", "--save-every", "0", "--eval-every", "0", "--max-steps",
+             "9"]  # fmt: skip
+    run(flags, tmp_path / "whole")
+    output = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_fsdp, "progress", gpt2_fsdp.progress)
+        killed.before_each_step(
+            gpt2_fsdp, lambda step: step == 5 and os.kill(os.getpid(), signal.SIGTERM)
+        )
+        assert run(flags, output) == ranks.STOPPED
+    ranks.StopRequest().forget()
+    assert (output / "status").read_text() == "stopped\nsaved step 5\n"
+    assert run(flags, output) == 0
+    assert list(losses(output)) == [3, 6, 9]
+    check_equal_runs(output, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
