@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import huggingface_hub
@@ -134,37 +133,43 @@ def wait_until(
         time.sleep(0.05)
 
 
-@functools.cache
-def fork_server() -> str:
-    """Start tests/helpers/fork_server.py, once, and return its socket. It ends with this process.
-    Processes that the tests start share it."""
-    path = os.environ.get("FORK_SERVER") or f"{CACHE.name}/fork_server"
-    if not Path(path).exists():
-        server = subprocess.Popen([sys.executable, ROOT / "tests/helpers/fork_server.py", path])
-        atexit.register(server.wait)  # counts its time
-        atexit.register(server.terminate)
-        wait_until(Path(path).exists)
-    return path
+def pytest_configure() -> None:
+    """Start tests/helpers/fork_server.py, unless this is a worker of pytest-xdist, or another
+    process that inherits FORK_SERVER."""
+    if "FORK_SERVER" not in os.environ:
+        os.environ["FORK_SERVER"] = f"{CACHE.name}/fork_server"
+        command = [sys.executable, ROOT / "tests/helpers/fork_server.py", os.environ["FORK_SERVER"]]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        atexit.register(server.communicate)  # ends it
 
 
 def fork(
-    processes: int, argv: list[str], quiet_seconds: float, lines: str | None, cwd: object, env: dict
-) -> subprocess.CompletedProcess:
+    processes: int, argv: list[str], quiet_seconds: float, lines: str | None, cwd: object,
+    env: Mapping[str, str] = os.environ,
+) -> subprocess.CompletedProcess:  # fmt: skip
     """Run a script in forks of the fork server. Return its exit code and output as text."""
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as connection:
         files = {name: f"{directory}/{name}" for name in ("stdin", "stdout", "stderr")}
         for name, path in files.items():
             Path(path).write_text(lines or "" if name == "stdin" else "")
-        request = {"processes": processes, "argv": argv, "cwd": str(cwd), "environment": env}
-        connection.connect(fork_server())
+        request = {"processes": processes, "argv": argv, "cwd": str(cwd), "environment": dict(env)}
+        wait_until(lambda: not connection.connect_ex(os.environ["FORK_SERVER"]))
         connection.sendall((json.dumps(request | files) + "\n").encode())
         connection.settimeout(SLOWDOWN * quiet_seconds)
         try:
             code = int(connection.recv(99))
-        except TimeoutError:
+        except TimeoutError:  # the server ends the ranks when this connection is closed
             pytest.fail(f"{hang_message(quiet_seconds)}\n{Path(files['stderr']).read_text()}")
         output, error = (Path(files[name]).read_text() for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess(argv, code, output, error)
+
+
+@pytest.fixture(scope="module")
+def real_torchrun() -> Iterator[None]:
+    """Let `launch` start interpreters, by torchrun, in a file that is about signals or exits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORK_SERVER", "0")
+        yield
 
 
 def launch(
@@ -174,33 +179,27 @@ def launch(
 ) -> subprocess.CompletedProcess:  # fmt: skip
     """Run a script on `processes` ranks (0: without torchrun), with `lines` as its input. Return
     its exit code and output as text. The ranks are forks of a process with the libraries, unless
-    the test is about `torchrun` or the interpreter, or sets variables that libraries read early."""
+    `torchrun` is set or Popen gets options, such as variables that an interpreter reads first."""
     path = script if script in ("-m", "-c") else str(ROOT / script)
-    is_plain = path.endswith(".py") and options.keys() <= {"cwd"}
-    if is_plain and not torchrun and os.environ.get("FORK_SERVER") != "0":
-        environment = dict(os.environ)
-        if path.startswith(str(ROOT / "tests/workers")):
-            paths = [*(str(ROOT / folder) for folder in WORKER_PATHS), *sys.path]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-        argv = [path, *map(str, args)]
-        cwd = options.get("cwd", ROOT)
-        result = fork(processes, argv, quiet_seconds, lines, cwd, environment)
-        if check:
-            assert result.returncode == 0, f"{argv}\n{result.stdout}\n{result.stderr[-6000:]}"
-        return result
-    command = [sys.executable, path, *map(str, args)]
-    if processes:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command[1:1] = [*torchrun, str(processes)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes |= {"stdin": subprocess.PIPE} if lines else {}
-    options = {"cwd": ROOT} | pipes | options
+    argv = [path, *map(str, args)]
+    is_forked = path.endswith(".py") and not torchrun and options.keys() <= {"cwd"}
+    options = {"cwd": ROOT} | options
     if path.startswith(str(ROOT / "tests/workers")):
         paths = [*(str(ROOT / folder) for folder in WORKER_PATHS), *sys.path]
         options.setdefault("env", os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-    result = finish(subprocess.Popen(command, **options), quiet_seconds, lines)
+    if is_forked and os.environ.get("FORK_SERVER", "0") != "0":
+        result = fork(processes, argv, quiet_seconds, lines, **options)
+    else:
+        command = [sys.executable]
+        if processes:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(processes)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes |= {"stdin": subprocess.PIPE} if lines else {}
+        process = subprocess.Popen([*command, *argv], **pipes | options)
+        result = finish(process, quiet_seconds, lines)
     if check:
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr[-6000:]}"
+        assert result.returncode == 0, f"{argv}\n{result.stdout}\n{result.stderr[-6000:]}"
     return result
 
 

@@ -20,6 +20,8 @@ from conftest import (
 )
 from slurm_cluster import free_ports
 
+pytestmark = pytest.mark.usefixtures("real_torchrun")
+
 
 @pytest.fixture
 def start_node() -> Iterator[Callable[..., subprocess.Popen]]:

@@ -35,6 +35,8 @@ import gpt2_fsdp
 from core import export, ranks
 from core.checkpoint import read_state
 
+pytestmark = pytest.mark.usefixtures("real_torchrun")
+
 
 @pytest.fixture(scope="module")
 def flags(block_flags: list[str]) -> list[str]:

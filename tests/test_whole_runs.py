@@ -60,7 +60,7 @@ def finished(flags, tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
     def run(script: str) -> Path:
         output = tmp_path_factory.mktemp(script) / "uninterrupted"
-        launch(2, f"{script}.py", *flags[script], "--output-dir", output)
+        launch(2, f"{script}.py", *flags[script], "--output-dir", output, torchrun=True)
         return output
 
     return run
