@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import ByT5Tokenizer
 
 from core import ranks, weights
@@ -192,10 +193,12 @@ def estimate(args: Any, options: Args) -> dict[str, float]:
     )
     if hasattr(args, "adapters"):  # an optional module
         flags.lora_rank, flags.load_in_4bit = args.adapters.lora_rank, args.adapters.load_in_4bit
-    model = memory_estimator.read_model(flags)
+    kernels = {memory_estimator.KERNEL: lambda query, key, *_, **__: 4 * query.numel() * key[2]}
+    with FlopCounterMode(display=False, custom_mapping=kernels) as forward:
+        model = memory_estimator.Model(flags)
     sizes = memory_estimator.memory(model, flags)
     # Frozen weights have no gradients, but pass them on.
-    flops = (2 + model.trained / model.parameters) * model.flops
+    flops = (2 + model.trained / model.parameters) * forward.get_total_flops()
     result = {"flops": flops, "peak": sizes["total_bytes"]}
     for state in STATES:
         result[state] = sizes[f"{state}_bytes"]

@@ -22,16 +22,13 @@ Differences of the program from our scripts:
 import csv
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import memory_estimator
-from tools.memory_estimator import States
 
-STATES = ("parameter", "gradient", "optimizer")
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
 SIZES = """
 llama  llama-2-7b      4096  11008  32  32  32   32000
@@ -59,32 +56,29 @@ def estimate(row: dict[str, str]) -> float:
         args.strategy = "shard_grad_op"
     with tempfile.TemporaryDirectory() as args.model_name:
         config.save_pretrained(args.model_name)
-        model = memory_estimator.read_model(args)
+        model = memory_estimator.Model(args)
     if "own-head" not in differences:  # embeddings, head and last norm are units of one weight
         root = [weight for unit in model.units if len(unit) == 1 for weight in unit]
         model.units = [root, *(unit for unit in model.units if len(unit) > 1)]
     tokens = args.batch_size * args.seq_length
-    at_layers = tokens * config.num_hidden_layers
     keys = config.num_key_value_heads * config.head_dim
+    cache = 2 * 2 * keys * tokens * config.num_hidden_layers  # keys and values, 2 bytes each
     kept, block = model.activations[args.activation_checkpointing]
-    loss = int(float(row["logit_bytes"]) * tokens * config.vocab_size)
+    model.loss = int(float(row["logit_bytes"]) * tokens * config.vocab_size)
     if "outputs" in differences:
-        kept += at_layers * 2 * 2 * keys + 4 * tokens * config.vocab_size
+        kept += cache + 4 * tokens * config.vocab_size
     if "cache" in differences:
-        loss += at_layers * 2 * 2 * keys
-    model = replace(model, chunked=False, logits=loss)
-    terms = memory_estimator.memory(model, args)
-    weights, gradients, moments = (terms[f"{state}_bytes"] for state in STATES)
+        model.loss += cache
+    model.activations[args.activation_checkpointing] = kept, block
     if "16-bit-states" in differences:  # frozen weights always are
-        weights -= gradients // 2
-        gradients //= 2
-        moments //= 2
-    states = States(weights, gradients, moments)
-    # The largest of the phases of a step.
-    unsharded, _, total = memory_estimator.peaks(model, args, states, kept, block)
+        model.state_itemsize = 2
+        for unit in model.units:
+            unit[:] = [weight._replace(held=weight.held - 2 * weight.trained) for weight in unit]
+    sizes = memory_estimator.memory(model, args)
+    peak = sizes["total_bytes"]
     if "no-fsdp" in differences:
-        total -= unsharded
-    return total / UNITS[row["unit"]]
+        peak -= sizes["unsharded_bytes"]
+    return peak / UNITS[row["unit"]]
 
 
 def compare() -> list[tuple[dict[str, str], float, float]]:

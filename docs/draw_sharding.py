@@ -97,7 +97,7 @@ def draw_figure() -> str:
 def draw_bars() -> str:
     """Return the memory of one of eight GPUs, estimated, as SVG: a bar for each of BARS."""
     args = memory_estimator.parse_args(["--model-name", "llama-2-7b"])
-    model = memory_estimator.read_model(args)
+    model = memory_estimator.Model(args)
     rows = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 150" width="860" '
         'font-family="sans-serif" fill="#222">',

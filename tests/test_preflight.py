@@ -18,8 +18,7 @@ from slurm_cluster import free_ports
 
 from tools import preflight
 
-HOST = socket.gethostname().split(".")[0]
-TINY = ("--model-name", "tiny", "--output-dir")
+HOST = socket.gethostname()
 HEALTHY = "All ranks are fine."
 
 
@@ -50,7 +49,7 @@ def throttle(process: subprocess.Popen, pid: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slow_rank_is_reported(rank, tmp_path):
-    process = run_async(*TINY, tmp_path)
+    process = run_async("--output-dir", tmp_path)
     pid = worker_pid(process, rank, tmp_path)
     threading.Thread(target=throttle, args=(process, pid), daemon=True).start()
     result = finish(process)
@@ -63,7 +62,7 @@ def test_slow_rank_is_reported(rank, tmp_path):
 
 @pytest.mark.slow
 def test_silent_rank_is_reported(tmp_path):
-    process = run_async(*TINY, tmp_path, "--timeout-seconds", 20)
+    process = run_async("--output-dir", tmp_path, "--timeout-seconds", 20)
     pid = worker_pid(process, 1, tmp_path)
     time.sleep(1)
     os.kill(pid, signal.SIGSTOP)
@@ -74,13 +73,12 @@ def test_silent_rank_is_reported(tmp_path):
 
 
 @pytest.mark.slow
-def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path):
+def test_healthy_nodes_pass_in_a_minute(tmp_path):
     start = time.monotonic()
     lines = launch(2, "tools/preflight.py", "--output-dir", tmp_path).stdout.splitlines()
     assert time.monotonic() - start < 60
-    table = [line for line in lines if " GB/s " in line or "TFLOP/s" in line]
-    assert len(table) == 7
-    assert re.match("A step of llama-2-7b is bound by (compute|traffic in node).", lines[-3])
+    table = [line for line in lines if ", GB/s " in line or ", TFLOP/s " in line]
+    assert len(table) == 6
     assert lines[-1] == HEALTHY and not list(tmp_path.iterdir())
 
 
@@ -90,10 +88,12 @@ def test_two_nodes_measure_both_links_and_report_unshared_disk(outputs, tmp_path
     (port,) = free_ports(1)
     rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1")
     rendezvous += ("--rdzv-endpoint", f"localhost:{port}")
-    nodes = [run_async(*TINY, tmp_path / output, torchrun=rendezvous) for output in outputs]
+    nodes = [
+        run_async("--output-dir", tmp_path / output, torchrun=rendezvous) for output in outputs
+    ]
     printed = max(finish(node).stdout for node in nodes)
     for row in ("all-reduce in node, 4.19 MB", "all-reduce across, 0.0655 MB"):
-        assert f"\n{row} " in printed
+        assert f"\n{row}, GB/s " in printed
     is_shared = outputs[0] == outputs[1]
     message = HEALTHY if is_shared else f"on {HOST} differs from the first node's directory."
     assert printed.rstrip().endswith(message)
@@ -109,11 +109,3 @@ def test_two_nodes_measure_both_links_and_report_unshared_disk(outputs, tmp_path
 def test_slow_ranks_exceed_the_tolerance(seconds, slow, monkeypatch):
     monkeypatch.setattr(preflight, "CPU_TOLERANCE", 1.1)
     assert preflight.find_slow(seconds) == slow
-
-
-def test_only_ranks_slow_in_both_measurements_are_reported(monkeypatch):
-    measurements = [[2.0, 1.0, 5.0, 1.0], [1.0, 1.0, 4.0, 3.0]]
-    monkeypatch.setattr(preflight, "measure", lambda *_: measurements.pop(0))
-    seconds = preflight.measure_again(None, None)
-    (message,) = preflight.describe_slow("a", seconds, ["host0", "host0", "host1", "host1"])
-    assert message == "rank 2 on host1 is slow: a, 4.00 times the others' time."

@@ -232,7 +232,7 @@ def test_files_named_in_docs_exist():
 def estimate(words: str, strategy: str, offload: bool) -> tuple[str, dict]:
     """Return the peak memory in GB with recomputation, as the tables show it, and the estimate."""
     args = memory_estimator.parse_args(words.split())
-    model = memory_estimator.read_model(args)
+    model = memory_estimator.Model(args)
     choice = {"strategy": strategy, "cpu_offload": offload, "activation_checkpointing": "blocks"}
     result = memory_estimator.estimate(model, replace(args, **choice))
     return f"{result['peak_bytes'] / 1e9:,.1f}", result
