@@ -46,6 +46,7 @@ QUICK_FILES = {"test_args", "test_block_dataset", "test_chat_dataset", "test_lay
 QUICK_TESTS = {
     "test_checkpoint": ["test_damaged_checkpoint_is_skipped",
                         "test_train_state_is_complete_or_absent",
+                        "test_flipped_bits_of_train_state_are_noticed",
                         "test_prune_keeps_the_newest_complete_checkpoints",
                         "test_each_rank_resumes_its_loss_sum_and_other_ranks_share_them",
                         "test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks"],
@@ -53,6 +54,7 @@ QUICK_TESTS = {
                           "test_chunked_gradients_equal_plain_ones"],
     "test_export": ["test_exports_without_the_base_s_files_reload_with_equal_logits",
                     "test_tensors_that_transformers_keeps_in_fp32_stay_so",
+                    "test_buffers_of_the_files_are_exported",
                     "test_complete_export_replaces_the_target_of_a_link"],
     "test_lock": ["test_lock_is_refused_while_its_process_lives"],
     "test_log": ["test_events_that_will_be_repeated_and_broken_lines_are_deleted",

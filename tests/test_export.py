@@ -14,7 +14,7 @@ from conftest import weights as stored
 from plain import save
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from test_weights import GPT2, T5, VISION
+from test_weights import BART, GPT2, T5, VISION
 from torch import nn
 
 from core import export, weights
@@ -330,6 +330,17 @@ def test_tensors_that_transformers_keeps_in_fp32_stay_so(
     for name, tensor in tensors.items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
     assert {tensor.dtype for tensor in tensors.values()} == {cast, torch.float32}
+
+
+def test_buffers_of_the_files_are_exported(process_group, tmp_path):
+    base, final = tmp_path / "base", tmp_path / "final"
+    model_class = transformers.PegasusForConditionalGeneration
+    model = model_class(model_class.config_class(**BART))
+    model.final_logits_bias.normal_()
+    save(model, base)
+    export_base(base, final, "PegasusForConditionalGeneration")
+    name = "final_logits_bias"
+    assert load_file(final / "model.safetensors")[name].equal(model.get_buffer(name))
 
 
 def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, monkeypatch):

@@ -53,16 +53,22 @@ MODELS = pytest.mark.parametrize("model", CLASSES)
 
 @pytest.fixture(scope="module")
 def results(
-    t5_directory, pairs, llama_directory, chats, gpt2_directory, texts, tmp_path_factory
+    t5_directory, pairs, llama_directory, chats, gpt2_directory, texts, tmp_path_factory, request
 ) -> Callable[..., dict]:
-    """Return a function that returns the results of a model by variant."""
+    """Return a function that returns the results of a model by variant: of all variants, or those
+    of the selected tests if only comparisons with plain PyTorch are selected."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    names = {"full_shard"}.union(*VARIANTS.values())
+    if all(test.originalname == "test_ten_steps_equal_plain_pytorch" for test in tests):
+        names = {"full_shard", *(test.callspec.params["variant"] for test in tests)}
     inputs = {"t5": (t5_directory, [pairs]), "llama": (llama_directory, [chats])}
     inputs["gpt2"] = gpt2_directory, texts
 
     @functools.cache
     def run(model: str, ranks: int) -> dict:
         path = tmp_path_factory.mktemp(model) / "results.pt"
-        results = run_worker(ranks, path, *inputs[model], VARIANTS[model, ranks])
+        variants = {k: flags for k, flags in VARIANTS[model, ranks].items() if k in names}
+        results = run_worker(ranks, path, *inputs[model], variants)
         results["overfitted"] = Path(f"{path}.overfitted")
         results["directory"] = inputs[model][0]
         return results

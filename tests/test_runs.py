@@ -207,6 +207,15 @@ def test_stopped_run_resumes_bit_for_bit_between_two_lines_of_its_log(flags, tmp
     check_equal_runs(output, tmp_path / "whole")
 
 
+def test_scale_of_fp16_is_resumed(flags, tmp_path):
+    flags = [*flags, "--precision", "fp16", "--lr-schedule", "constant", "--max-steps"]
+    for name, steps in (("whole", "4"), ("parts", "2"), ("parts", "4")):
+        assert run([*flags, steps], tmp_path / name) == 0
+    whole, parts = (tmp_path / name / "checkpoints/step-00000004" for name in ("whole", "parts"))
+    assert read_state(parts)["scaler"] == read_state(whole)["scaler"] != {}
+    check_equal_weights(tmp_path / "parts/final", tmp_path / "whole/final")
+
+
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
 def test_damaged_checkpoint_is_skipped_and_replaced(damage, flags, tmp_path, capfd):
     run(flags, tmp_path, "--max-steps", "4")
