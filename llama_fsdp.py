@@ -61,8 +61,8 @@ from core.chunked_loss import LossHead
 from core.log import Log, mean_losses, open_directory, progress
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import (
+    MicroBatches,
     StepSampler,
-    micro_batches,
     ordered_loader,
     parameter_groups,
     schedule,
@@ -294,13 +294,13 @@ def train(
     world_size = dist.get_world_size()
     sampler = StepSampler(len(train_set), optim, hasattr(train_set, "set_epoch"))
     loader = DataLoader(  # each item is a step: a list of micro-batches
-        train_set,
-        batch_sampler=sampler,
-        collate_fn=partial(micro_batches, collate=collate, optim=optim),
+        MicroBatches(train_set, collate, optim),
+        sampler=sampler,
+        batch_size=None,
         num_workers=optim.num_workers,
         worker_init_fn=ranks.block_stops,
         pin_memory=device.type != "cpu",
-        generator=torch.Generator(),  # the default one is dropout's
+        generator=torch.Generator().manual_seed(dist.get_rank()),  # the default one is dropout's
     )
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps

@@ -30,7 +30,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -48,7 +47,7 @@ from transformers import AutoTokenizer
 
 import chat_dataset
 from core import ranks
-from core.steps import StepSampler, micro_batches
+from core.steps import MicroBatches, StepSampler
 from tools import docstrings, memory_estimator
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
@@ -245,11 +244,11 @@ def run_bare(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     # The batches of llama_fsdp.py, for steps of one micro-batch.
     sampler = StepSampler(len(rows), args.optim)
     sampler.stop = clock.last
-    collate = partial(micro_batches, collate=chat_dataset.collate, optim=args.optim)
+    batches = MicroBatches(rows, chat_dataset.collate, args.optim)
     losses = []
     model.train()
     clock.wait()
-    for (batch,) in DataLoader(rows, batch_sampler=sampler, collate_fn=collate):
+    for (batch,) in DataLoader(batches, sampler=sampler, batch_size=None):
         clock.targets.append(batch["targets"])
         batch = ranks.to_device(batch, device)
         # Our labels are shifted already. Without positions, a row is one document.
