@@ -147,6 +147,7 @@ def fsdp_main(args: Args) -> None:
     load = partial(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     load = no_training.choose_data(args.only, load)  # optional: no_training
     data = ranks.local_main_process_first(load)
+    checks.before_wrapping(model)  # optional: startup_checks
     model = wrap_model(args, device, model, blocks, initial)
     parts = data, shapes, newest, scores, export_model, more_identity  # optional: no_training
     no_training.run(args, device, model, tokenizer, collate, *parts)  # optional: no_training
@@ -313,6 +314,7 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
+    checks.check_data(sets, collate)  # optional: startup_checks
     more = more_identity(model, tokenizer)
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.flags = vars(args.model) | vars(args.data) | vars(args.optim)
@@ -336,7 +338,7 @@ def train(
         total_steps = start  # --max-steps may be lower
     probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
     checks.check_model(args, device, model, *probe)  # optional: startup_checks
-    checks.check_optimizers(model, optimizers)  # optional: startup_checks
+    checks.check_parameters(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
     log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
@@ -394,6 +396,7 @@ def train(
         state.step = step
         state.tokens += int(tokens)
         if step == start + 1:
+            checks.check_first_step(optimizers, state)  # optional: startup_checks
             stop.listen()  # from now on, a stop saves a checkpoint
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.

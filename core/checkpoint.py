@@ -41,6 +41,8 @@ STATE = "train_state.json"
 NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 # Settings in which two configs of one model may differ.
 NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+# Values of param_groups that `train` sets: they are not saved. Add those that yours schedules.
+SET_BY_TRAIN = {"params", "lr"}
 # Values in train_state.json that are those of each start, or describe the files.
 NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
 
@@ -51,7 +53,7 @@ class State:
     JSON. Attributes that a copy adds are saved too."""
 
     identity: dict  # must stay the same in a resume
-    hyperparameters: list[dict[str, str]]  # one for each group of the optimizers
+    hyperparameters: dict[str, str]  # of the optimizers, at the start
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks, without padding
     validated_step: int = -1  # all validations up to this step are done
@@ -97,14 +99,15 @@ def fingerprint(samples: Any) -> str:
     return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
 
 
-def hyperparameters(optimizers: list[Optimizer]) -> list[dict[str, str]]:
-    """Return the values in the param_groups of optimizers but the learning rate, which checkpoints
-    do not contain; as text, because == compares tensors by element."""
-    groups = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            groups.append({k: repr(x) for k, x in group.items() if k not in ("params", "lr")})
-    return groups
+def hyperparameters(optimizers: list[Optimizer]) -> dict[str, str]:
+    """Return the values in the param_groups of optimizers but SET_BY_TRAIN, as text, because ==
+    compares tensors by element."""
+    values = {}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for i, group in enumerate(groups):
+        for key in group.keys() - SET_BY_TRAIN:
+            values[f"{key} of param_group {i}"] = repr(group[key])
+    return values
 
 
 def model_identity(model: nn.Module, shapes: Shapes) -> str:
@@ -149,13 +152,22 @@ def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -
 def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
     """Return nested dicts of the tensors to save (under FSDP1, copies in host memory): those of a
     model in `names`, moments, and random states. Raise Problem if an optimizer has other values."""
+    compare_hyperparameters(optimizers, state)
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
-    are_tensors = all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments))
-    if hyperparameters(optimizers) != state.hyperparameters or not are_tensors:
-        raise Problem("Only tensors in `state` are saved, not changed param_groups or others.")
+    if not all(isinstance(value, Tensor) for value in pytree.tree_leaves(moments)):
+        raise Problem("Of an optimizer's `state`, only tensors are saved.")
     tensors = {"model": model_weights(model, names), "optimizer": moments}
     return tensors | extra_state("random", _random_states())
+
+
+def compare_hyperparameters(optimizers: list[Optimizer], state: State) -> None:
+    """Raise Problem if a value in the param_groups of optimizers is not that of the start."""
+    for name, value in hyperparameters(optimizers).items():
+        old = state.hyperparameters.get(name)
+        if value != old:
+            raise Problem(f"{name} is {value}, was {old}, and is not saved. If train sets it at "
+                          "each step, add it to SET_BY_TRAIN in core/checkpoint.py.")  # fmt: skip
 
 
 def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -248,19 +260,31 @@ def _write_full(path: Path) -> None:
 
 def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
     """Complete a checkpoint, delete old ones and write the status."""
-    values = dict(vars(state))
+    values = state_values(state)
     values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
     values["processes"] = len(sums)
     values["sums"] = {}
     for of_rank in sums:
         values["sums"] |= of_rank
-    values = json.loads(json.dumps(values, default=str))  # as a resume reads them
     values["crc"] = crc_of(values)
     temporary = path / f"{STATE}.tmp"
     temporary.write_text(json.dumps(values, indent=1))
     temporary.rename(path / STATE)
     prune(path.parent, run.keep_checkpoints, path)
     write_status(run.output_dir, "running")
+
+
+def state_values(state: State) -> dict:
+    """Return the values of a state as a resume reads them. Raise Problem if one that a copy has
+    added would not be the same."""
+    values = json.loads(json.dumps(vars(state), default=str, skipkeys=True))
+    for name in values.keys() - State.__dataclass_fields__.keys():
+        value = getattr(state, name)
+        if repr(value) != repr(values[name]):
+            raise Problem(f"state.{name} is {value!r}, and would be {values[name]!r} after a "
+                          "resume. Use numbers, texts, lists, and dicts with texts as keys."
+                          )  # fmt: skip
+    return values
 
 
 def crc_of(values: dict) -> int:
