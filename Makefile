@@ -1,4 +1,4 @@
-# make demo | make demo-again | make test | make test-ci | make test-all: each sets up .venv first.
+# make demo | demo-again | test | test-ci | test-slow | test-all: each sets up .venv first.
 # CPU=1 installs PyTorch without CUDA: 0.2 GB instead of 2.9.
 VENV := .venv
 PYTHON ?= python3
@@ -7,7 +7,7 @@ INSTALL := $(VENV)/bin/pip install -c constraints.txt $(INDEX)
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-again test test-ci test-all clean
+.PHONY: demo demo-again test test-ci test-slow test-all clean
 
 $(VENV)/ready: requirements.txt constraints.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
@@ -23,23 +23,25 @@ demo-again:
 	rm -rf output/demo
 	@$(MAKE) --no-print-directory demo
 
-# One test of each kind, in five minutes: parity, resume, export, data, messages.
+# One test of each kind, in four minutes: parity, resume, export, data, messages.
 test: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PYTEST) -m "not slow and not ci"
 	@echo "Not run: the tests marked ci (make test-ci) and slow (make test-all)."
 
+# The others, in a quarter of an hour.
 test-ci: $(VENV)/ready
 	$(PYTEST) -m "ci and not slow"
 
-# Every test, with all optional packages. The slow tests measure time and memory, so they run one at
-# a time.
-test-all: $(VENV)/ready
-	$(INSTALL) --quiet -r requirements-extras.txt -r benchmarks/requirements.txt
-	$(MAKE) test
-	$(MAKE) test-ci
+# They measure time and memory, so they run one at a time.
+test-slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m slow
+
+# Every test, with all optional packages, also after one that fails.
+test-all: $(VENV)/ready
+	$(INSTALL) --quiet -r requirements-extras.txt -r benchmarks/requirements.txt -r tests/requirements.txt
+	$(MAKE) --keep-going test test-ci test-slow
 
 clean:
 	rm -rf $(VENV) output

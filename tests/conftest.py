@@ -1,16 +1,18 @@
 """Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
-import atexit
 import contextlib
 import importlib
 import itertools
 import json
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -135,14 +137,43 @@ def wait_until(
         time.sleep(0.05)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Start tests/helpers/fork_server.py, unless this is a worker of pytest-xdist, or another
     process that inherits FORK_SERVER."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.add_cleanup(lambda: print_result(config))
     if "FORK_SERVER" not in os.environ:
         os.environ["FORK_SERVER"] = f"{CACHE.name}/fork_server"
         command = [sys.executable, ROOT / "tests/helpers/fork_server.py", os.environ["FORK_SERVER"]]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        atexit.register(server.communicate)  # ends it
+        config.add_cleanup(server.communicate)  # ends it, before the line above
+
+
+def skip_reasons(config: pytest.Config) -> Counter[str]:
+    """Return how often each reason to skip a test was given."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return Counter(report.longrepr[2].removeprefix("Skipped: ")
+                   for report in reporter.getreports("skipped"))  # fmt: skip
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if a test was skipped for a reason that the regular expression ALLOWED_SKIPS, if set,
+    does not match."""
+    allowed = os.environ.get("ALLOWED_SKIPS", "")
+    if not all(re.search(allowed, reason) for reason in skip_reasons(session.config)):
+        session.exitstatus = session.exitstatus or 1
+
+
+def print_result(config: pytest.Config) -> None:
+    """Print the counts, why tests were skipped, and the CPU time of all processes, in one line."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    words = [f"{len(reporter.getreports(x))} {x}" for x in ("passed", "failed", "error", "xfailed")]
+    skips = skip_reasons(config)
+    reasons = "; ".join(f"{count} {reason}" for reason, count in skips.items())
+    words.append(f"{skips.total()} skipped ({reasons})" if skips else "0 skipped")
+    usages = [resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    print(f"{', '.join(words)}, {seconds:,.0f} CPU seconds")
 
 
 def fork(

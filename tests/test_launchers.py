@@ -1,7 +1,4 @@
-"""launch/k8s.yaml and launch/sky.yaml: the schema of Kubernetes, and the flags.
-
-The schema test needs `pip install kubernetes-validate==1.37.0`.
-"""
+"""launch/k8s.yaml and launch/sky.yaml: the schema of Kubernetes, and the flags."""
 
 import shlex
 import sys

@@ -211,7 +211,9 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_resolve(page):
     plain = re.sub(r"`[^`]*`", "", without_blocks(PAGES[page]))
-    for target in re.findall(r"\]\(([^)\s]+)\)", plain):
+    targets = re.findall(r"\]\(([^)\s]+)\)", plain)
+    assert len(targets) == plain.count("](") > 0
+    for target in targets:
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
@@ -224,7 +226,9 @@ def test_links_resolve(page):
 def test_files_named_in_docs_exist():
     pattern = r"(?:(?:core|optional|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     placeholders = {"my_script.py", "convert_hf_to_gguf.py"}
-    for name in set(re.findall(rf"`({pattern})`", TEXT)) - placeholders:
+    names = set(re.findall(rf"`({pattern})`", TEXT)) - placeholders
+    assert {f"{script}.py" for script in SCRIPTS} < names and "launch.slurm" in names
+    for name in names:
         paths = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
         assert any(path.is_file() for path in paths), name
 
