@@ -34,6 +34,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama import modeling_llama
 
@@ -59,10 +60,11 @@ from core.args import Model, Optim, Run, parse
 from core.checkpoint import State
 from core.chunked_loss import LossHead
 from core.log import Log, mean_losses, open_directory, progress
-from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
+from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0
 from core.steps import (
     MicroBatches,
     StepSampler,
+    due_steps,
     ordered_loader,
     parameter_groups,
     schedule,
@@ -306,6 +308,7 @@ def train(
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps
     factors = schedule(optim, total_steps, epoch_steps)  # learning rate / --lr, by step
+    log_steps, eval_steps, save_steps = due_steps(run, total_steps, epoch_steps)
     groups = parameter_groups(model, shapes, optim.weight_decay)
     optimizers = [torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True)]
     optimizers = paged.replace(args.optimizer, optimizers)  # optional: paged
@@ -344,7 +347,7 @@ def train(
     log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
     stop = StopRequest()
     validated = args, device, model, tokenizer, collate, val_sets
-    if state.validated_step < start:  # at step 0, or because a stop interrupted it
+    if state.needs_validation:  # at step 0, or because a stop interrupted it
         evaluate(*validated, state, log, stop)
 
     loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
@@ -368,19 +371,20 @@ def train(
 
         # 4. Forward and backward: the loss is the mean over all target tokens of the step.
         for i, batch in enumerate(batches, start=1):
+            batch = BatchEncoding(batch).to(device, non_blocking=True).data
             syncs = i == len(batches) or world_size == 1 or not optim.accumulate_no_sync
             with policies.gradient_sync(model, syncs):
                 with autocast:
-                    loss = summed_loss(model, to_device(batch, device)) / targets
+                    loss = summed_loss(model, batch) / targets
                 # FSDP and DDP average gradients over ranks, hence the factor.
                 scaler.scale(loss * world_size).backward()
             loss_sum += loss.detach()
 
         # 5. Clip and update. The rate depends on the step alone, so no scheduler has to be saved.
         is_last = step == total_steps
-        log_due = sampler.is_due(step, run.log_every)
-        eval_due = sampler.is_due(step, run.eval_every)
-        save_due = sampler.is_due(step, run.save_every)
+        log_due = step in log_steps
+        eval_due = step in eval_steps
+        save_due = step in save_steps
         lr = optim.lr * factors[step - 1]
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
@@ -415,9 +419,8 @@ def train(
             log.write("train", **values, grad_norm=grad_norm)
             loss_sum.zero_()
             state.logged_step = step
-        if not eval_due:
-            state.validated_step = step
-        elif not is_stopping:
+        state.needs_validation = eval_due
+        if eval_due and not is_stopping:
             is_stopping = evaluate(*validated, state, log, stop)
         if save_due or is_stopping:
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
@@ -427,7 +430,7 @@ def train(
             tensors = snapshot(model, names, optimizers, state)
             is_saved = save(run, tensors, state, log, must_succeed)
             del tensors  # FSDP1's are copies
-        is_unfinished = not is_last or state.validated_step < step
+        is_unfinished = not is_last or state.needs_validation
         if is_stopping and is_unfinished:
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
@@ -468,7 +471,7 @@ def evaluate(
     except Stopped:
         return True
     if is_written:
-        state.validated_step = state.step
+        state.needs_validation = False
         if loss < state.best_loss:
             state.best_loss = loss
             state.best_step = state.step
@@ -496,7 +499,8 @@ def validation(
             for i, batch in enumerate(progress(loader, f"validation on {name}", len(loader))):
                 if i % 8 == 0:  # hosts wait for hosts
                     stop.check()
-                total[0] += summed_loss(model, to_device(batch, device))
+                batch = BatchEncoding(batch).to(device, non_blocking=True).data
+                total[0] += summed_loss(model, batch)
                 total[1] += batch["targets"]
             dist.all_reduce(total)
             totals[name] = total

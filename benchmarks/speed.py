@@ -43,7 +43,7 @@ from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BatchEncoding
 
 import chat_dataset
 from core import ranks
@@ -250,7 +250,7 @@ def run_bare(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     clock.wait()
     for (batch,) in DataLoader(batches, sampler=sampler, batch_size=None):
         clock.targets.append(batch["targets"])
-        batch = ranks.to_device(batch, device)
+        batch = BatchEncoding(batch).to(device, non_blocking=True)
         # Our labels are shifted already. Without positions, a row is one document.
         labels = {"labels": batch["labels"], "shift_labels": batch["labels"]}
         loss = model(batch["input_ids"], use_cache=False, **labels).loss

@@ -56,7 +56,7 @@ class State:
     hyperparameters: dict[str, str]  # of the optimizers, at the start
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks, without padding
-    validated_step: int = -1  # all validations up to this step are done
+    needs_validation: bool = True  # after `step`: due, but not done
     best_loss: float = math.inf
     best_step: int = 0
     logged_step: int = 0  # the last train event's in metrics.jsonl

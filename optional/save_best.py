@@ -52,10 +52,10 @@ def check(args: Any, state: State, total_steps: int) -> None:
     if args.best.save_best and not is_known:
         state.best_loss = math.inf
         if state.step >= total_steps:
-            state.validated_step = -1
+            state.needs_validation = True
 
 
 def check_written(state: State) -> None:
     """Raise OSError if best/ could not be written after the last step."""
-    if state.validated_step < state.step:
+    if state.needs_validation:
         raise OSError("best/ could not be written. Run the same command again to write it.")

@@ -17,12 +17,11 @@ from plain import loss_class
 from ten_steps import local
 from test_chunked_loss import head_gradient_error
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import ByT5Tokenizer, LlamaConfig
+from transformers import BatchEncoding, ByT5Tokenizer, LlamaConfig
 
 import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
-from core.ranks import to_device
 from optional.packed_attention import register, varlen_kernel
 
 pytestmark = [
@@ -241,7 +240,7 @@ def test_kernels_agree_with_sdpa(attention, head_size):
     for lengths in ([300, 17, 2], [90, 64, 65]):  # in tokens, of the documents in a pack
         rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
         packs.append([{"input_ids": row, "labels": row} for row in rows])
-    batch = to_device(chat_dataset.collate(packs), torch.device("cuda"))
+    batch = BatchEncoding(chat_dataset.collate(packs)).to("cuda").data
     register(kernel, 320)
     results = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
