@@ -58,14 +58,12 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """Return the summed loss; keep its gradients for hidden states, weight and bias."""
         # Autocast may choose another dtype for logits.
-        no_logits = F.linear(hidden[:0], weight)
-        dtype = no_logits.dtype
+        dtype = F.linear(hidden[:0], weight).dtype
         if dtype == torch.float16:  # no loss scale keeps these gradients in its range yet
             dtype = torch.float32
         weights = [x.detach().to(dtype) for x in (weight, bias) if x is not None]
-        _, _, _, trains_weight, trains_bias = ctx.needs_input_grad
         trained = []
-        if trains_weight or trains_bias:
+        if any(ctx.needs_input_grad[3:]):  # the head is not frozen
             trained = [tensor.requires_grad_() for tensor in weights]
         # Sum the chunks' gradients in fp32, so that they are rounded once.
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in trained]
@@ -90,5 +88,4 @@ class _ChunkedLoss(torch.autograd.Function):
         # With a dimension, or a scalar would be rounded to bf16 before it multiplies.
         gradients = [gradient.mul_(factor[None]) for gradient in ctx.saved_tensors]
         missing = [None] * (3 - len(gradients))  # of a head that is frozen or has no bias
-        hidden, weight, bias = gradients + missing
-        return None, None, hidden, weight, bias
+        return None, None, *gradients, *missing
