@@ -332,7 +332,7 @@ def train(
     snapshot, save = async_save.in_background(snapshot, save, args)  # optional: async_save
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks
     if newest:
-        checkpoint.load(newest, model, names, optimizers, state)
+        checkpoint.load(newest, model, names, optimizers, state, vars(args.data))
         scaler.load_state_dict(state.scaler or scaler.state_dict())
         save_best.check(args, state, total_steps)  # optional: save_best
     start = state.step
@@ -371,7 +371,7 @@ def train(
 
         # 4. Forward and backward: the loss is the mean over all target tokens of the step.
         for i, batch in enumerate(batches, start=1):
-            batch = BatchEncoding(batch).to(device, non_blocking=True).data
+            batch = BatchEncoding(batch).to(device, non_blocking=True)
             syncs = i == len(batches) or world_size == 1 or not optim.accumulate_no_sync
             with policies.gradient_sync(model, syncs):
                 with autocast:
@@ -414,9 +414,13 @@ def train(
         norms.clear()
         if log_due:
             dist.all_reduce(loss_sum)
-            mean_loss = loss_sum / (step - state.logged_step)
-            values = {"epoch": step / epoch_steps, "loss": mean_loss, "lr": lr}
-            log.write("train", **values, grad_norm=grad_norm)
+            log.write(
+                "train",
+                epoch=step / epoch_steps,
+                loss=loss_sum / (step - state.logged_step),
+                lr=lr,
+                grad_norm=grad_norm,
+            )
             loss_sum.zero_()
             state.logged_step = step
         state.needs_validation = eval_due
@@ -499,8 +503,7 @@ def validation(
             for i, batch in enumerate(progress(loader, f"validation on {name}", len(loader))):
                 if i % 8 == 0:  # hosts wait for hosts
                     stop.check()
-                batch = BatchEncoding(batch).to(device, non_blocking=True).data
-                total[0] += summed_loss(model, batch)
+                total[0] += summed_loss(model, BatchEncoding(batch).to(device, non_blocking=True))
                 total[1] += batch["targets"]
             dist.all_reduce(total)
             totals[name] = total

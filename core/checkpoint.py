@@ -4,8 +4,8 @@ PyTorch's distributed checkpoint (DCP) writes a file per rank; `full` adds one o
 train_state.json is written last, with the script's state, the size of each file and a CRC of its
 values: a directory where one differs is skipped.
 
-All ranks together call functions that get a model, tensors or a run. Rank 0 calls `find_newest`,
-`prune` and those that they call.
+All ranks call `new_state`, `compare_runs`, `snapshot`, `save` and the `load` functions together;
+rank 0 calls `find_newest` and `prune`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import ranks
-from .args import Optim, Run
+from .args import Run
 from .ranks import Problem, on_every_rank, on_rank_zero, print0
 from .steps import StepSampler
 from .weights import Shapes, unwrapped
@@ -94,9 +94,13 @@ def fingerprint(samples: Any) -> str:
     """Return the length of a data set and a CRC of at most 256 of its samples."""
     step = len(samples) // 256 + 1
     some = [samples[i] for i in range(0, len(samples), step)]
-    # str() of an array would leave out its middle.
-    text = json.dumps(some, default=lambda array: getattr(array, "tolist", array.__repr__)())
+    text = json.dumps(some, default=as_json)
     return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
+
+
+def as_json(value: Any) -> Any:
+    """Return an array as a list (as text, it would lack its middle), another value as text."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def hyperparameters(optimizers: list[Optimizer]) -> dict[str, str]:
@@ -119,7 +123,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
 
 
 def changed_flags(flags: dict, saved: dict) -> list[str]:
-    """Return a text for each of `flags` that differs in the state `saved`."""
+    """Return a text for each of `flags` that differs from those in the state `saved`."""
     texts = []
     for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
         was = saved["flags"].get(name)
@@ -128,9 +132,9 @@ def changed_flags(flags: dict, saved: dict) -> list[str]:
     return texts
 
 
-def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -> dict:
+def compare_runs(path: Path | None, identity: dict, data_flags: dict | None = None) -> dict:
     """Return the state in a checkpoint. Raise Problem if there is none, or if a different run saved
-    it: one of its values is not as in `identity`. If it is the data, name changed `flags`."""
+    it: a value of `identity` differs. If it is the data, name the `data_flags` that differ."""
     if path is None:
         raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = read_state(path)
@@ -139,8 +143,8 @@ def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -
         if value != was.get(name):
             difference = f"{name} is {value}, was {was.get(name)}."
             if name == "data":
-                others = {key: x for key, x in (flags or {}).items() if not hasattr(Optim, key)}
-                difference = " ".join(changed_flags(others, saved)) or "its rows changed."
+                flags = changed_flags(data_flags or {}, saved)
+                difference = " ".join(flags) or "its rows changed."
             raise Problem(
                 f"{path} was saved by a different run: {difference} "
                 f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
@@ -151,7 +155,7 @@ def compare_runs(path: Path | None, identity: dict, flags: dict | None = None) -
 
 def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
     """Return nested dicts of the tensors to save (under FSDP1, copies in host memory): those of a
-    model in `names`, moments, and random states. Raise Problem if an optimizer has other values."""
+    model in `names`, moments, and random states. Raise Problem if a param_group has changed."""
     compare_hyperparameters(optimizers, state)
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
@@ -184,11 +188,11 @@ class Planner(dcp.DefaultSavePlanner):
     """Copies one tensor on a GPU at a time into host memory, to write it. DCP's writer would keep
     the copies of all: https://github.com/pytorch/pytorch/issues/195982"""
 
-    copied = torch.empty(0)
+    copied = torch.empty(0)  # the last one
 
     def resolve_data(self, write_item: Any) -> Any:
-        """Return a tensor in host memory, or the bytes of another value. Free the copy before."""
-        self.copied.untyped_storage().resize_(0)
+        """Return a tensor in host memory, or the bytes of another value."""
+        self.copied.untyped_storage().resize_(0)  # is written: free it, though DCP refers to it
         data = super().resolve_data(write_item)
         if isinstance(data, Tensor) and not data.is_cpu:
             data = self.copied = data.detach().cpu()
@@ -348,11 +352,12 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
 
 
 def load(
-    path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
-) -> None:
+    path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State,
+    data_flags: dict,
+) -> None:  # fmt: skip
     """Load a snapshot and, except NOT_LOADED, the values of its `state`. Raise Problem if it is of
     a different run."""
-    saved = compare_runs(path, state.identity, state.flags)
+    saved = compare_runs(path, state.identity, data_flags)
     print0("\n".join([*changed_flags(state.flags, saved), f"Resuming from {path}"]))
     load_weights(path, model, names)  # first, so that a state dict of both is never in memory
     load_moments(path, model, optimizers)
@@ -373,28 +378,27 @@ def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
 
 def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the states of a model's optimizers, but not their settings."""
-    # DCP creates moments to load into by a step of the optimizer, but not if there are gradients,
-    # which a forward pass leaves on offloaded parameters.
-    model.zero_grad()
-    options = _options(model)
-    moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=options)
-    if isinstance(model, FSDP):
-        _free_moments(optimizers)
+    moments = _new_moments(model, optimizers)
     # Only parameters that have had a gradient have moments in the checkpoint.
     keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     saved = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
     moments["state"] = {name: x for name, x in moments["state"].items() if name in saved}
     read(path, {"optimizer": {"state": moments["state"]}})
-    dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=options)
+    dcp_state.set_optimizer_state_dict(model, optimizers, moments, options=_options(model))
 
 
-def _free_moments(optimizers: list[Optimizer]) -> None:
-    """Free what DCP's step has created, of which FSDP1 has given copies. Keep one parameter's: if
-    none were left, set_optimizer_state_dict would create all again."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.AdamW):
-            for parameter in list(optimizer.state)[1:]:
-                del optimizer.state[parameter]
+def _new_moments(model: nn.Module, optimizers: list[Optimizer]) -> dict:
+    """Return moments to load into: those of the optimizers or, under FSDP1, copies."""
+    # PyTorch creates them by a step, but not if there are gradients. A forward pass leaves some on
+    # offloaded parameters.
+    model.zero_grad()
+    moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
+    if isinstance(model, FSDP):  # free the originals, but one: else the load would create all again
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.AdamW):
+                for parameter in list(optimizer.state)[1:]:
+                    del optimizer.state[parameter]
+    return moments
 
 
 def load_random_states(path: Path, saved: dict) -> None:
