@@ -204,10 +204,7 @@ def build(
     """Return the model of a config on meta and the classes of its blocks: the script's own model,
     or the one that the Auto class has for it. Of a multimodal model, return the text part. Raise
     Problem if there is none."""
-    config, model_class = weights.choose_class(config, script.MODEL)
-    if model_class is None:
-        kind = config.model_type
-        raise ranks.Problem(f"{script.__name__} cannot train a {kind}. {script.OTHER_SCRIPT}")
+    config, model_class = weights.choose_class(config, script.MODEL, script.OTHER_SCRIPT)
     config._attn_implementation = "estimate"
     with contextlib.redirect_stdout(io.StringIO()):
         weights.prepare_config(config)
