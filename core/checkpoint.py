@@ -132,11 +132,9 @@ def changed_flags(flags: dict, saved: dict) -> list[str]:
     return texts
 
 
-def compare_runs(path: Path | None, identity: dict, data_flags: dict | None = None) -> dict:
-    """Return the state in a checkpoint. Raise Problem if there is none, or if a different run saved
-    it: a value of `identity` differs. If it is the data, name the `data_flags` that differ."""
-    if path is None:
-        raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
+def compare_runs(path: Path, identity: dict, data_flags: dict | None = None) -> dict:
+    """Return the state in a checkpoint. Raise Problem if a different run saved it: a value of
+    `identity` differs. If it is the data, name the `data_flags` that differ."""
     saved = read_state(path)
     was = saved["identity"]
     for name, value in identity.items():
@@ -213,21 +211,19 @@ class Writer(dcp.FileSystemWriter):
 def save(
     run: Run, tensors: dict, state: State, log: Any, must_succeed: bool = True,
     file_sums: Callable = lambda _: {},
-    group: dist.ProcessGroup | None = None,
 ) -> bool:  # fmt: skip
     """Write a checkpoint of a snapshot, `tensors`, and of `state`; delete old ones, write the
-    status, and a save event to `log`. `file_sums` returns checksums of this rank's files by name. A
-    thread needs its own `group`. If the save fails, raise OSError on all ranks or, unless it
-    `must_succeed`, print the reason and return False."""
+    status, and a save event to `log`. `file_sums` returns checksums of this rank's files by name.
+    If this fails, raise OSError on all ranks or, unless it `must_succeed`, print the reason and
+    return False."""
     path = run.output_dir / "checkpoints" / f"step-{state.step:08d}"
-    group = group or ranks.cpu_group
     try:
-        on_rank_zero(_clear, path, group=group)
-        _write_shards(path, tensors, group)
+        on_rank_zero(_clear, path)
+        _write_shards(path, tensors)
         if run.checkpoint_type == "full":
-            on_rank_zero(_write_full, path, group=group)
-        sums = on_every_rank(file_sums, path, group=group)
-        on_rank_zero(_finish, run, path, state, sums, group=group)
+            on_rank_zero(_write_full, path)
+        sums = on_every_rank(file_sums, path)
+        on_rank_zero(_finish, run, path, state, sums)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk
@@ -248,10 +244,11 @@ def _clear(path: Path) -> None:
         path.unlink()
 
 
-def _write_shards(path: Path, tensors: dict, group: dist.ProcessGroup | None) -> None:
+def _write_shards(path: Path, tensors: dict) -> None:
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     planner = Planner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
     writer = Writer(path, per_thread_copy_ahead=0)  # see Planner
+    group = ranks.thread_group()
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
 

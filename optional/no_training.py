@@ -70,6 +70,8 @@ def run(
     if not (only.evaluate_only or only.export_only):
         return
     if uses_checkpoint(args):
+        if newest is None:
+            raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
         identity = {"model": checkpoint.model_identity(model, shapes)}
         saved = checkpoint.compare_runs(newest, identity)
         if "chat" in saved and not only.evaluate_only:  # the data may not be there
