@@ -144,9 +144,8 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
 
 
 def _validate(args: Any) -> Any:
-    """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with one
-    message for numbers out of the Range of their annotations or, if there are none, for the
-    sections' `problems`, which need valid numbers."""
+    """Return `args`, after each section's `resolve` has chosen what flags leave open. Exit with a
+    message for numbers out of their Range or, if there are none, for the sections' `problems`."""
     sections = vars(args).values()
     problems = []
     for section in sections:
