@@ -248,7 +248,7 @@ def _write_shards(path: Path, tensors: dict) -> None:
     torch.serialization.set_crc32_options(False)  # a tenth of a save's time
     planner = Planner(enable_plan_caching=True)  # 24 s per save of 70B on 64 ranks
     writer = Writer(path, per_thread_copy_ahead=0)  # see Planner
-    group = ranks.thread_group()
+    group = getattr(ranks.this_thread, "group", ranks.cpu_group)
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
 
