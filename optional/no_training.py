@@ -1,4 +1,5 @@
-"""--evaluate-only and --export-only. Without this file, a script only trains."""
+"""--evaluate-only and --export-only. Without this file, a script only trains. All ranks call
+`run` together; the other functions need one rank."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def uses_checkpoint(args: Any) -> bool:
 
 def choose_checkpoint(args: Any, newest: Path | None) -> Path | None:
     """Return `newest`, or None if the weights of --model-name are evaluated. Raise Problem if they
-    are not those of the run in --output-dir. Any rank may call this."""
+    are not those of the run in --output-dir."""
     if uses_checkpoint(args):
         return newest
     name, output = args.model.model_name, args.run.output_dir
@@ -64,8 +65,7 @@ def run(
     more_identity: Callable = lambda *_: {},
 ) -> None:  # fmt: skip
     """If flags ask for it, write final/ by `export`, evaluation.json by `scores`, or both, and end
-    the process; otherwise return. `more_identity` is that of a script which compares more. Call on
-    all ranks."""
+    the process; otherwise return. `more_identity` is that of a script which compares more."""
     only, output = args.only, args.run.output_dir
     if not (only.evaluate_only or only.export_only):
         return

@@ -1,4 +1,5 @@
-"""best/: the weights with the lowest validation loss. Without this file, there is only final/."""
+"""best/: the weights with the lowest validation loss. Without this file, there is only final/. All
+ranks call each function together."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def write(
     tokenizer: Tokenizer, check_stop: Callable,
 ) -> bool:  # fmt: skip
     """Write best/ by `export`, and its step, if `loss` is the lowest. If that fails, print the
-    reason and return False. Call on all ranks."""
+    reason and return False."""
     path = args.run.output_dir / "best"
     if loss >= state.best_loss or not args.best.save_best:
         return True
@@ -45,8 +46,7 @@ def write(
 
 def check(args: Any, state: State, total_steps: int) -> None:
     """Forget the lowest loss if best/ is not of its step, as after a return to an earlier
-    checkpoint: the next validation replaces best/. Without a step left, repeat the last one. Call
-    on all ranks."""
+    checkpoint: the next validation replaces best/. Without a step left, repeat the last one."""
     file = args.run.output_dir / "best/step"
     is_known = on_rank_zero(lambda: file.is_file() and file.read_text() == str(state.best_step))
     if args.best.save_best and not is_known:

@@ -1,6 +1,6 @@
 """What a rank that hangs waits for. Without this file, it ends by the time-out of a collective, and
 nothing tells where it was, or whom it waited for at the start. A worker process that dies prints a
-traceback."""
+traceback. Any rank may call these functions."""
 
 import contextlib
 import faulthandler
@@ -25,7 +25,7 @@ _seconds = 0.0
 
 def watch_start() -> None:
     """Without a process group, say after WAIT_SECONDS for whom this rank waits, and end it after
-    ranks.JOIN_SECONDS. Any rank may call this."""
+    ranks.JOIN_SECONDS."""
     if ranks.environment_size() > 1:
         threading.Thread(target=_watch_start, daemon=True).start()
 
@@ -47,7 +47,7 @@ def watched(train: Callable) -> Callable:
     """Return `train`, whose first argument are the script's, as a function that writes all stacks
     to OUTPUT_DIR/stacks-rank-N.txt if `restart` is not called for a third of the time-out. At its
     end, also by an error, an empty file is deleted. It raises Problem if a worker process of a
-    loader fails. Any rank may call it."""
+    loader fails."""
 
     @functools.wraps(train)
     def run(args: Any, *others: Any) -> Any:
@@ -77,6 +77,6 @@ def watched(train: Callable) -> Callable:
 
 
 def restart() -> None:
-    """Start the time again, if a watched function runs. Any rank may call this."""
+    """Start the time again, if a watched function runs."""
     if _file is not None:
         faulthandler.dump_traceback_later(_seconds, file=_file)
