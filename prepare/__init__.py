@@ -1,6 +1,6 @@
 """From rows to tokens. Delete this folder and all lines that end in `# optional: prepare`, and the
-scripts train on directories that tools/prepare.py wrote. The data modules call these, none of these
-imports one.
+scripts train on directories that tools/prepare.py wrote. The data modules import these files, never
+the reverse.
 
 read             rows of files, folders and the hub: which ones, and of which split
 files            values exactly as they are in files; text files

@@ -331,7 +331,8 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
 def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
     """Return the documents of a chat, and the text of the last. Raise an error if the template is
     not fit for it. Targets are the tokens of the assistant's turns, from after the header through
-    the end marker, but not a first token. EOS is appended to an answer that ends a document."""
+    the end marker. A first token is none: nothing predicts it. EOS is appended to an answer that
+    ends a document."""
     rendered = render(chat, tokenizer)
     functions = (render, text_of, answer_ends)  # optional: template_checks
     checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
