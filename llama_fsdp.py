@@ -227,9 +227,6 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with `initial` weights in fp32. Call on all ranks."""
     sharding = args.sharding
-    initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
-    initializer.pack = lora.pack  # optional: lora
-    init = initializer.fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -238,9 +235,12 @@ def wrap_model(
         policies.checkpoint_blocks(model, blocks, sharding)
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
+    initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
+    initializer.pack = lora.pack  # optional: lora
+    init = initializer.fill
     if sharding.strategy == "ddp":
         model.apply(init)
-        model = DDP(model, **policies.DDP_OPTIONS)
+        model = DDP(model.to(device), **policies.DDP_OPTIONS)
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
