@@ -78,8 +78,7 @@ def losses(output: Path, event: str = "train") -> dict[int, float]:
 
 def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
     """Ten steps on two processes, killed and resumed, equal those of the model without FSDP."""
-    words = [sys.executable, "tools/docstrings.py", "docstrings.jsonl"]
-    subprocess.run(words, cwd=FOLDER, check=True)
+    subprocess.check_call([sys.executable, "tools/docstrings.py", "docstrings.jsonl"], cwd=FOLDER)
     run(2, "fsdp", tmp_path / "whole")
     expected = losses(tmp_path / "whole")
     assert list(expected) == list(range(1, 11))
