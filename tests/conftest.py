@@ -88,6 +88,10 @@ QUICK_TESTS = {
                         "test_exports_reload_with_the_same_loss",
                         "test_bad_input_exits_with_one_message"],
 }  # fmt: skip
+# They take minutes, some of them waiting, so they start first: a worker has whole files.
+LONG_FILES = {"test_any_model", "test_benchmarks", "test_change_a_script", "test_copies",
+              "test_parity", "test_policies", "test_ranks", "test_readme", "test_runs",
+              "test_simulated_device", "test_slurm", "test_whole_runs"}  # fmt: skip
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 TINY = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--log-every", "1"]
 SHORT = {  # flags for texts that take little time
@@ -299,7 +303,8 @@ def check_equal_runs(output: Path, other: Path, exports: tuple = ("final",)) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark with `ci` all tests that `make test` leaves out."""
+    """Mark with `ci` all tests that `make test` leaves out, and put LONG_FILES first."""
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
     for item in items:
         file = item.path.stem
         if file not in QUICK_FILES and item.originalname not in QUICK_TESTS.get(file, []):

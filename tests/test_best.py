@@ -29,6 +29,15 @@ def flags(block_flags: list[str]) -> list[str]:
             "6"]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def finished(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run of one process, with all its checkpoints."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    more = ["--batch-size", 4, "--keep-checkpoints", 9, "--output-dir", output]
+    assert start(gpt2_fsdp, *flags, *more) == 0
+    return output
+
+
 def step_of_best(output: Path) -> int:
     """Return the step of best/ that the newest checkpoint records."""
     newest = max(output.glob("checkpoints/step-*"))
@@ -65,9 +74,8 @@ def test_exports_during_training_do_not_change_results(more, flags, chats, wide_
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
+def test_resume_after_stop_during_export_repeats_validation(finished, flags, tmp_path, monkeypatch):
     flags = [*flags, "--batch-size", 4, "--output-dir"]
-    assert start(gpt2_fsdp, *flags, tmp_path / "whole") == 0
     export_model, names = gpt2_fsdp.export_model, []
 
     def stop_in_third(model: Any, tokenizer: Any, path: Path, *rest: Any) -> None:
@@ -87,8 +95,8 @@ def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, mon
     # The third validation is logged before its export, and again by the resume.
     assert sorted(losses(output, "val")) == [0, 2, 4] and step_of_best(output) == 2
     assert start(gpt2_fsdp, *flags, output) == 0
-    assert losses(output, "val") == losses(tmp_path / "whole", "val")
-    check_equal_weights(output / "best", tmp_path / "whole/best")
+    assert losses(output, "val") == losses(finished, "val")
+    check_equal_weights(output / "best", finished / "best")
 
 
 def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
@@ -107,15 +115,13 @@ def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
     assert [line["step"] for line in metrics(output, "val")] == [0, 3]
 
 
-def test_best_of_abandoned_steps_is_replaced(flags, tmp_path):
+def test_best_of_abandoned_steps_is_replaced(finished, flags, tmp_path):
     """After a return to an earlier checkpoint, with a rate at which the losses rise."""
-    output = tmp_path / "run"
-    flags = [*flags, "--batch-size", 4, "--keep-checkpoints", 9, "--output-dir"]
-    assert start(gpt2_fsdp, *flags, output) == 0
-    finished = Path(shutil.copytree(output, tmp_path / "finished"))
-    assert step_of_best(output) == 6 == int((output / "best/step").read_text())
-    for path in (output, finished):
+    assert step_of_best(finished) == 6 == int((finished / "best/step").read_text())
+    output, other = (Path(shutil.copytree(finished, tmp_path / name)) for name in ("run", "other"))
+    for path in (output, other):
         shutil.rmtree(path / "checkpoints/step-00000006")
+    flags = [*flags, "--batch-size", 4, "--keep-checkpoints", 9, "--output-dir"]
     abandoned = weights(output / "best")
 
     # The next validation is worse than those before, but best/ does not have these any more.
@@ -127,7 +133,7 @@ def test_best_of_abandoned_steps_is_replaced(flags, tmp_path):
     assert any(not x.equal(abandoned[name]) for name, x in weights(output / "best").items())
 
     # If no step is left, the last validation is repeated.
-    assert start(gpt2_fsdp, *flags, finished, "--max-steps", "4") == 0
-    check_equal_weights(finished / "best", finished / "final")
-    assert sorted(losses(finished, "val")) == [0, 2, 4]
-    assert metrics(finished, "done")[0]["best_step"] == 4
+    assert start(gpt2_fsdp, *flags, other, "--max-steps", "4") == 0
+    check_equal_weights(other / "best", other / "final")
+    assert sorted(losses(other, "val")) == [0, 2, 4]
+    assert metrics(other, "done")[0]["best_step"] == 4

@@ -20,19 +20,29 @@ def rooms_of(script: str) -> list[str]:
     return copy_script.rooms_of(copy_script.needed_files(ROOT / f"{script}.py"))
 
 
-def make_copy(script: str, copy: Path, *without: str) -> str:
-    """Copy a script, check that ruff finds nothing in it, such as an unused import or blank lines
-    where others were, and return what the tool prints."""
-    flags = ["--without", *without] if without else []
-    output = launch(0, "tools/copy_script.py", f"{script}.py", copy, *flags).stdout
-    launch(0, "-m", "ruff", "check", ".", cwd=copy)
-    launch(0, "-m", "ruff", "format", "--check", ".", cwd=copy)
+def lint(folder: Path) -> None:
+    """Check that ruff finds nothing in the copies in a folder, each with its own settings, such as
+    an unused import or blank lines where others were."""
+    launch(0, "-m", "ruff", "check", ".", cwd=folder)
+    launch(0, "-m", "ruff", "format", "--check", ".", cwd=folder)
+
+
+def check_rooms(script: str, copy: Path, *without: str) -> None:
+    """Check that a copy has no trace of the modules that were left out, but of the others."""
     text = "".join(path.read_text() for path in copy.rglob("*.py"))
     marks = set(re.findall(r"  # optional: (\w+)$", text, re.MULTILINE))
     inner = set(rooms_of(script)) - marks - {*without}
     assert not inner or "prepare" in without and inner <= {path.stem for path in PREPARE}
     for name in without:
         assert not [*copy.glob(f"*/{name}.py")] and not (copy / name).exists()
+
+
+def make_copy(script: str, copy: Path, *without: str) -> str:
+    """Copy a script with the command, check the copy and return what the command prints."""
+    flags = ["--without", *without] if without else []
+    output = launch(0, "tools/copy_script.py", f"{script}.py", copy, *flags).stdout
+    lint(copy)
+    check_rooms(script, copy, *without)
     return output
 
 
@@ -115,7 +125,9 @@ def test_tools_run_in_the_repository_without_its_optional_modules(tmp_path):
 @EACH_SCRIPT
 def test_copy_without_each_optional_module_is_linted(script, tmp_path):
     for room in rooms_of(script):
-        make_copy(script, tmp_path / room, room)
+        copy_script.main(f"{script}.py", tmp_path / room, (room,))
+        check_rooms(script, tmp_path / room, room)
+    lint(tmp_path)
 
 
 @EACH_SCRIPT

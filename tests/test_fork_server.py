@@ -31,7 +31,8 @@ import os, pathlib, signal, sys, time
 rank, (how, *words) = os.environ.get("RANK", "0"), sys.argv[1:]
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MINE")
 values = [os.environ.get(name) for name in names]
-print(*values, how, words, os.getcwd(), sys.path[0], __name__, sys.stdin.read(), flush=True)
+line = f"{values} {how} {words} {os.getcwd()} {sys.path[0]} {__name__} {sys.stdin.read()}"
+print(end=line.strip() + "\\n", flush=True)  # one write, as torchrun lets ranks not buffer
 pathlib.Path(f"rank-{rank}").touch()
 while len([*pathlib.Path().glob("rank-*")]) < int(os.environ.get("WORLD_SIZE", 1)):
     time.sleep(0.01)

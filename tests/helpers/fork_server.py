@@ -52,6 +52,7 @@ def become_rank(request: dict, rank: int) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         flags = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
         os.dup2(os.open(request[name], flags), number)
+    sys.stdout.reconfigure(line_buffering=True)  # torchrun lets ranks not buffer
     os.environ.clear()
     os.environ.update(request["environment"])
     importlib.reload(sys.modules["datasets.config"])  # reads HF_DATASETS_CACHE
