@@ -344,7 +344,10 @@ def train(
     checks.check_parameters(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
-    log.write("start", **sampler.sizes(), device=device.type, arguments=asdict(args))
+    facts = {"device": device.type, "arguments": asdict(args)}
+    info = getattr(train_set, "info", None)  # optional: prepare
+    facts["data"] = getattr(info, "description", "")  # optional: prepare
+    log.write("start", **sampler.sizes(), **facts)
     stop = StopRequest()
     validated = args, device, model, tokenizer, collate, val_sets
     if state.needs_validation:  # at step 0, or because a stop interrupted it

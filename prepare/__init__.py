@@ -4,7 +4,8 @@ the reverse.
 
 read             rows of files, folders and the hub: which ones, and of which split
 files            values exactly as they are in files; text files
-tables           rows, their columns, and the samples made of them in the cache
+columns          which columns of rows are read, and the line about the others
+tables           rows, and the samples made of them in the cache
 losses           what a tokenizer or a limit of length loses of texts
 tokens           rows that are tokenized already
 pairs            summarization pairs to tokens, for T5

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
-from prepare import losses, read, sets, tables, tokens
-from prepare.read import Parts
-from prepare.tables import Form, Table
+from prepare import columns, losses, read, sets, tables, tokens
+from prepare.columns import CHAT, PAIR, Form, forms_of
+from prepare.sets import Parts
 
 IDS = List(Value("int32"))
 NUMBER = Value("int64")
@@ -29,8 +29,6 @@ FEATURES = {
     "has_target": Value("bool"),
     "lost": NUMBER,
     "key": NUMBER,
-    "spells": Value("bool"),
-    **losses.FEATURES,
 }
 # Instead of today's date, so that each start has the same texts.
 FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
@@ -42,9 +40,13 @@ WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
              "thinking", "train")  # fmt: skip
-FLAGS = ("--prompt-column", "--completion-column", "--text-column")
-FORMS = [("messages",), ("prompt", "completion"), ("input_ids",), ("content",)]
+# What stands for a call or for tools, which are read from tool_calls and the column tools.
+OTHER_CALLS = ("function_call", "functions", "tools")
+TEXT = "--text-column {}"
+MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats and pairs
+FORMS = forms_of(CHAT, "messages", *MORE) + forms_of(PAIR, "prompt completion", *MORE)
 FORMS = chat_formats.FORMS  # optional: chat_formats
+FORMS = FORMS + forms_of(TEXT, "content") + forms_of(TEXT, "input_ids", "labels")
 # Each question and its answer form a text from BOS to EOS. The markers are plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- if turns and turns[0]['role'] == 'system' -%}
@@ -88,31 +90,126 @@ Chat = tuple  # turns, and tools or None
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    parts = partial(load_documents, args=args, tokenizer=tokenizer)
-    draw = partial(draw_documents, length=args.max_seq_length)
-    return sets.load_sets(args, parts, draw, evaluate_only)
+    return sets.load_sets(args, tokenizer, evaluate_only, load_documents, draw_documents)
 
 
-def draw_documents(name: str, split: str, documents: Dataset, limit: int, length: int) -> Dataset:
+def draw_documents(
+    name: str, split: str, documents: Dataset, limit: int, tokenizer: Tokenizer, args: Any
+) -> Dataset:
     """Return `limit` random documents (0: all), without those whose first answer starts after
-    `length` tokens. Raise Problem if these are more than half."""
+    --max-seq-length. Raise Problem if these are more than half."""
     documents = sets.sample(name, split, documents, limit)
-    total = len(documents)
-    lost = np.array(documents["lost"][:])
+    length = args.max_seq_length
+    losses.print_cut(f"{name}, {split}", "--max-seq-length", length, documents["lost"][:])
     kept = np.flatnonzero(documents["has_target"][:])
-    is_cut = np.count_nonzero(lost[kept])
-    num_lost = lost.sum()
-    print0(
-        f"{name}, {split}: {len(kept):,} of {total:,} documents have an answer within "
-        f"--max-seq-length {length}, which cuts {is_cut:,} of them. Cut and left out: "
-        f"{num_lost:,} tokens"
-    )
-    if 2 * len(kept) < total:
-        raise Problem(
-            f"{name}: {total - len(kept)} of {total} documents start their first "
-            f"answer after --max-seq-length {length}. Raise it"
-        )
+    counts = f"{len(kept):,} of {len(documents):,} documents have an answer within that"
+    if 2 * len(kept) < len(documents):
+        raise Problem(f"{name}: {counts}, --max-seq-length {length}. Raise it.")
+    if len(kept) < len(documents):
+        print0(f"{name}, {split}: {counts}, and the others are left out")
     return documents.select(kept).select_columns(["input_ids", "labels"])
+
+
+def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
+    """Return the documents of one --dataset argument by split: those that its rows are or contain,
+    with FEATURES and at most --max-seq-length + 1 tokens."""
+    length = args.max_seq_length + 1
+    parts = {}
+    for part, table in read.read(spec, args.dataset_config).items():
+        form = find_form(spec, table.columns, args)
+        encode_row = encode_text if form.flags == TEXT else encode_chat
+        if form.columns == ("input_ids",):
+            encode_row = encode_tokens
+        function = partial(encode_row, form=form, tokenizer=tokenizer, length=length)
+        parts[part] = tables.map_rows(spec, table, function, FEATURES, args)
+    return parts
+
+
+def find_form(name: str, names: list, args: Any) -> Form:
+    """Return which of the columns `names` have a data set's chats, texts or tokens."""
+    named = {TEXT: (args.text_column,), CHAT: (args.prompt_column,)}
+    if args.completion_column:
+        named = {TEXT: (args.text_column,), PAIR: (args.prompt_column, args.completion_column)}
+    return columns.find_form(name, names, FORMS, named, args)
+
+
+def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:
+    """Return documents, ids and labels, as samples of at most `length` tokens, with `notes` about
+    their row. Rows with one `prompt`, which is all before the first answer, are in one split."""
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
+    samples = []
+    for ids, labels in documents:
+        sample = {
+            "input_ids": ids[:length],
+            "labels": labels[:length],
+            "has_target": {*labels[:length]} != {-100},
+            "lost": max(0, len(ids) - length),
+            "key": int.from_bytes(digest),
+        }
+        samples.append(sample | notes)
+    return samples
+
+
+def encode_tokens(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
+    """Return the sample that a tokenized row is."""
+    ids, labels = read_tokens(row, length, tokenizer)
+    first = np.argmax(np.array(labels) != -100)  # target
+    return samples_of([(ids, labels)], ids[:first] if first > 1 else ids, length)
+
+
+def encode_text(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
+    """Return the sample of a plain document: BOS if the tokenizer adds it, text, EOS. Raise
+    ValueError if it is empty, not text, or a chat."""
+    check_columns(row, form, tokenizer)
+    text = row.get(*form.columns)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"the document is {text!r}, not text")
+    chat_formats.check_text(text)  # optional: chat_formats
+    ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
+    notes = find_marks(text, tokenizer)
+    notes["change"] = losses.find_change(text, ids, tokenizer)
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return samples_of([(ids, [-100, *ids[1:]])], text, length, **notes)
+
+
+def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
+    """Return the documents of a chat as samples. Raise ValueError if the row is unusable."""
+    check_columns(row, form, tokenizer)
+    chat, others = read_chat(row, form)
+    documents, rendered = encode(chat, tokenizer)
+    ids, _ = documents[-1]
+    notes = find_marks(str(chat), tokenizer)
+    notes["change"] = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
+    notes["turns"] = others
+    turns, _ = chat
+    first = [turn["role"] for turn in turns].index("assistant")
+    return samples_of(documents, turns[:first] or turns, length, **notes)
+
+
+def check_columns(row: dict, form: Form, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if a text of a row has the header of answers, as a rendered chat has."""
+    header = markers_of(tokenizer).header
+    for column in form.columns:
+        value = row.get(column)
+        if header and isinstance(value, str) and header in value:
+            raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
+
+
+def find_marks(text: str, tokenizer: Tokenizer) -> dict:
+    """Return the first special token, and the first mark that is none, which a text spells."""
+    match = special_tokens(tokenizer).search(text)
+    return {"spells": match and match[0], "mark": losses.find_mark(text, tokenizer)}
+
+
+@dataclass
+class Markers:
+    """What a chat template puts around an answer: its `header`, the `tails` of a text and of a
+    call, and the tokens in these that end a generation."""
+
+    ends: list
+    tails: list
+    header: str = ""
 
 
 @dataclass
@@ -125,157 +222,76 @@ class Rendered:
     is_ended: bool
 
 
-def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
-    """Return the documents of one --dataset argument by split: train, and maybe validation."""
-    tables_of = read.read(spec, args.dataset_config)
-    return {part: encode_rows(spec, table, tokenizer, args) for part, table in tables_of.items()}
-
-
-def encode_rows(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
-    """Return the documents that the rows of data set `name` are or contain, with FEATURES and at
-    most --max-seq-length + 1 tokens."""
-    form = find_form(name, table, args)
-    text_column = args.text_column or "content"
-    function = partial(
-        encode_row,
-        form=form,
-        tokenizer=tokenizer,
-        header=answer_header(tokenizer),
-        # A column of chats may have the name content, too.
-        is_text=form.columns == (text_column,) and args.prompt_column != text_column,
-        length=args.max_seq_length + 1,
-    )
-    stored = [column for column in table.columns if column not in form.ignored]
-    documents = tables.map_rows(name, table, stored, function, FEATURES, args.bad_rows)
-    losses.print_losses(name, documents)
-    spells = sum(documents["spells"][:])
-    if spells:
-        print0(f"{name}: {spells:,} documents spell special tokens. Text of chats becomes these.")
-    return documents
-
-
-def find_form(name: str, table: Table, args: Any) -> Form:
-    """Return the columns of a data set's chats, or that of its texts or tokens: those of the flags
-    if it has them, or else the usual ones. Raise Problem if it has none of these."""
-    named = (args.prompt_column, args.completion_column)
-    if args.completion_column is None:
-        named = (args.prompt_column,)
-    if args.text_column in table.columns or not any(named):
-        named = (args.text_column,)
-    form = tables.find_form(name, table, named, FORMS, FLAGS, args)
-    form.more = ("system", "system_prompt", "tools")
-    form.more = chat_formats.other_columns(form)  # optional: chat_formats
-    if form.columns == ("input_ids",):
-        form.more = ("labels",)
-    used = [column for column in table.columns if column in form.columns + form.more]
-    tables.print_columns(name, used, table.columns)
-    return form
-
-
-def encode_row(
-    row: dict, form: Form, tokenizer: Tokenizer, header: str, is_text: bool, length: int
-) -> list:
-    """Return the documents of a row with FEATURES and at most `length` tokens. Raise ValueError if
-    the row is unusable, as a text with the `header` of answers is."""
-    for column in form.columns:
-        value = row.get(column)
-        if header and isinstance(value, str) and header in value:
-            raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
-    text = change = ""  # the text may spell special tokens
-    if is_text:
-        text = prompt = row.get(*form.columns)
-        chat_formats.check_text(text)  # optional: chat_formats
-        documents = [encode_text(prompt, tokenizer)]
-        change = losses.find_change(text, documents[0][0], tokenizer)
-    elif form.columns == ("input_ids",):
-        ids, labels = read_tokens(row, length, tokenizer)
-        documents = [(ids, labels)]
-        first = np.argmax(np.array(labels) != -100)  # target
-        prompt = ids[:first] if first > 1 else ids
-    else:
-        chat = read_chat(row, form)
-        text = str(chat)
-        documents, rendered = encode(chat, tokenizer)
-        ids, _ = documents[-1]
-        change = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
-        turns, _ = chat
-        first = [turn["role"] for turn in turns].index("assistant")
-        prompt = turns[:first] or turns
-    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
-    found = {
-        "key": int.from_bytes(digest),  # of everything before the first answer
-        "spells": special_tokens(tokenizer).search(text) is not None,
-        "change": change,
-        "mark": losses.find_mark(text, tokenizer),
-    }
-    samples = []
-    for ids, labels in documents:
-        labels = labels[:length]
-        sample = {
-            "input_ids": ids[:length],
-            "labels": labels,
-            "has_target": {*labels} != {-100},
-            "lost": max(0, len(ids) - length),
-        }
-        samples.append(sample | found)
-    return samples
-
-
-def read_chat(row: dict, form: Form) -> Chat:
-    """Return the turns of the chat in one or two columns of a row, and its tools or None. A turn is
-    not a target if its `train` is False. Raise ValueError if the row is unusable, and Problem
-    if columns or keys would be lost that may matter."""
-    row = {column: row[column] for column in row if column not in form.ignored}
+def read_chat(row: dict, form: Form) -> tuple:
+    """Return the chat in one or two columns of a row, and other keys of its turns. A turn is not a
+    target if its `train` is False. Raise ValueError if the row is unusable."""
+    check_preferences(row, form)
+    row = {column: row[column] for column in form.columns + form.more if column in row}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
-    read_turns = as_objects if len(form.columns) == 1 else read_pair
-    turns = read_turns(row, *form.columns)
+    turns = (as_objects if len(form.columns) == 1 else read_pair)(row, *form.columns)
     for column in ("system", "system_prompt"):
-        system = row.get(column)
-        if system and turns[0].get("role") != "system":
-            turns = [{"role": "system", "content": system}, *turns]
-        if system and turns[0].get("content") != system:
-            raise ValueError(f"{column} is not the system turn, or another system column")
-    kept = {*TURN_KEYS} - {*form.ignored} | {"role", "content"}
-    for i, turn in enumerate(turns):
+        turns = with_system(turns, column, row.get(column))
+    read = []
+    others = []
+    for turn in turns:
         check_turn(turn)
-        form.check(turn, TURN_KEYS, turn["content"], "", "Write reasoning as reasoning_content. ")
-        turns[i] = {key: turn[key] for key in turn if key in kept}
-    if not any(is_target(turn) for turn in turns):
+        read.append({key: turn[key] for key in turn if key in TURN_KEYS})
+        others.append({f"{key} of turns": turn[key] for key in turn if key not in TURN_KEYS})
+    if not any(map(is_target, read)):
         raise ValueError(
             "the chat has no assistant turn to train on (if it is in another column, pass "
             "--prompt-column and --completion-column)"
         )
-    if not form.is_named:
-        document = "\n\n".join(turn["content"] for turn in turns)
-        way = tables.with_flags(FLAGS[:2], form.columns)
-        form.check(row, form.columns + form.more, document, way)
-    if is_target(turns[0]):
-        raise ValueError('the chat starts with an answer. Write "train": false in that turn')
-    return turns, as_objects(row, "tools") if row.get("tools") else None
+    tools = as_objects(row, "tools") if row.get("tools") else None
+    return (read, tools), others
 
 
-def read_pair(row: dict, prompt: str, completion: str) -> list[dict]:
-    """Return the turns of a prompt and its completion, which are texts or lists of turns. In a
-    prompt, the assistant's turns are no targets unless they say so. The completion may be the whole
-    chat, as in UltraFeedback."""
-    turns = as_objects(row, prompt, "user")
+def check_preferences(row: dict, form: Form) -> None:
+    """Raise Problem for unpaired preferences, whose answers may be bad ones, unless flags name the
+    columns that are read."""
+    for column in ("label", "kto_tag"):
+        is_boolean = str(row.get(column)).lower() in ("true", "false")
+        if is_boolean and not form.is_named:
+            flags = form.flags.format(*form.columns)
+            raise Problem(
+                f"{column} is {row[column]}, as in unpaired preferences. Delete the rows where it "
+                f"is false, and pass {flags}"
+            )
+
+
+def with_system(turns: list, column: str, system: Any) -> list:
+    """Return turns with the `system` text of a column first. Raise ValueError if they have another
+    one."""
+    if system and turns[0].get("role") != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+    if system and turns[0].get("content") != system:
+        raise ValueError(f"the column {column} is not the system turn, or another system column")
+    return turns
+
+
+def read_pair(row: dict, first: str, completion: str) -> list:
+    """Return the turns of a prompt, a text or a list of turns, and of its completion. In a prompt,
+    the assistant's turns are no targets unless they say so."""
+    for column, role in ((first, "user"), (completion, "assistant")):
+        value = row.get(column)
+        if isinstance(value, str):
+            row = row | {column: [{"role": role, "content": value}]}
+        elif not isinstance(value, list):
+            raise ValueError(f"{column} is {value!r}, not text")
+    turns = as_objects(row, first)
     for i, turn in enumerate(turns):
         if turn.get("role") == "assistant":
             turns[i] = {"train": False} | turn
-    answers = as_objects(row, completion, "assistant")
-    if answers[0].get("role") == "assistant":
-        return turns + answers
-    if tables.is_known(row[prompt], "\n\n".join(str(turn.get("content")) for turn in answers)):
-        return answers
-    raise ValueError(f"{completion} is neither the answer to {prompt} nor a chat that contains it")
+    answers = as_objects(row, completion)
+    if answers[0].get("role") != "assistant":
+        raise ValueError(f"{completion} is not an answer. For chats in it, pass --prompt-column")
+    return turns + answers
 
 
-def as_objects(row: dict, key: str, role: str | None = None) -> list[dict]:
-    """Return the list of objects in `row[key]`; with a `role`, a text is a turn of it. Raise
-    ValueError if it is something else, or empty."""
+def as_objects(row: dict, key: str) -> list:
+    """Return the list of objects in `row[key]`. Raise ValueError if it is something else, or
+    empty."""
     value = row.get(key)
-    if role and isinstance(value, str):
-        return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise ValueError(f"{key} is no list of objects. Turns are objects with role and content")
     return value
@@ -288,20 +304,21 @@ def is_target(turn: dict) -> bool:
 
 def check_turn(turn: dict) -> None:
     """Raise ValueError unless a turn has a known role, text and complete calls."""
-    role = turn.get("role")
-    content = turn.get("content")
+    role, content, calls = turn.get("role"), turn.get("content"), turn.get("tool_calls")
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {ROLES}")
     if not isinstance(content, str):
         raise ValueError(f"the {role}'s turn is {content!r}, not text")
-    if turn.get("tool_calls"):
-        for call in as_objects(turn, "tool_calls"):
-            function = call.get("function", call)
-            is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-            if not is_named or not isinstance(function.get("arguments"), dict):
-                raise ValueError(f"the call {function} has no name or no object `arguments`")
-    elif role == "assistant" and not content.strip():
+    if role == "assistant" and not (calls or content.strip()):
         raise ValueError("the assistant's turn is empty")
+    for key in OTHER_CALLS:
+        if turn.get(key):
+            raise ValueError(f"{key} of a turn is not read. Write tool_calls, or a column tools")
+    for call in as_objects(turn, "tool_calls") if calls else ():
+        function = call.get("function", call)
+        name, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError(f"the call {function} has no name or no object `arguments`")
 
 
 def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
@@ -334,7 +351,7 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
     the end marker. A first token is none: nothing predicts it. EOS is appended to an answer that
     ends a document."""
     rendered = render(chat, tokenizer)
-    functions = (render, text_of, answer_ends)  # optional: template_checks
+    functions = (text_of, answer_ends)  # optional: template_checks
     checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
     documents = []
     for document in rendered:
@@ -369,29 +386,48 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list:
         if documents and documents[-1].is_ended and text.startswith(documents[-1].text):
             spans = documents.pop().answers
         spans = [*spans, (i, len(prompt), len(text))]
-        documents.append(Rendered(text, spans, has_end(text, chat, i, tokenizer)))
-    last = documents[-1]
-    if last.is_ended and not is_target(turns[-1]):
-        whole = text_of(chat, len(turns), tokenizer)
-        if whole.startswith(last.text):
-            last.text = whole
+        tail = markers_of(tokenizer).tails["tool_calls" in turn]
+        documents.append(Rendered(text, spans, tail != ""))
     return documents
 
 
-def has_end(text: str, chat: Chat, i: int, tokenizer: Tokenizer) -> bool:
-    """Return whether `text` has a marker after its last turn, which is turn `i`. If nothing ends a
-    call, the text of one more call starts with it."""
-    turns, tools = chat
-    turn = turns[i]
-    if not turn.get("tool_calls"):
-        # Templates write a thought at the start of a content in another way.
-        _, _, end = turn["content"].rpartition(">")
-        return not text.endswith(end.strip() or turn["content"].rstrip())
-    turn = turn | {"tool_calls": turn["tool_calls"] * 2}
-    with contextlib.suppress(ValueError):  # some templates take a single call
-        more = text_of(([*turns[:i], turn], tools), i + 1, tokenizer)
-        return more == text or not more.startswith(text)
-    return True
+def markers_of(tokenizer: Tokenizer) -> Markers:
+    """Return the markers of a tokenizer's chat template."""
+    return find_markers(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=10)
+def find_markers(tokenizer: Tokenizer, template: str) -> Markers:
+    """Return the markers of a tokenizer's chat template, "" where it rejects the turns."""
+    added = tokenizer.added_tokens_decoder
+    markers = Markers([tokenizer.eos_token_id], [])
+    asked = {"role": "user", "content": WORD}
+    answer = {"role": "assistant", "content": WORD}
+    with contextlib.suppress(ValueError):
+        prompt = text_of(([asked, answer, asked], None), 3, tokenizer, is_prompt=True)
+        *_, header = prompt.split(WORD)
+        *_, markers.header = header.partition("<think>")[0].strip().split("\n")
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f"}}
+    call["function"]["arguments"] = {"of": WORD}
+    twice = answer | {"content": "", "tool_calls": [call, call]}
+    once = twice | {"tool_calls": [call]}
+    asked = {"role": "user", "content": "?"}
+    tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}
+    for turn, more, tools in ((answer, None, None), (once, twice, [tool])):
+        after = ""
+        with contextlib.suppress(ValueError):
+            text = text_of(([asked, turn], tools), 2, tokenizer)
+            _, *_, after = text.split(WORD)  # ValueError if the template drops it
+            longer = more and text_of(([asked, more], tools), 2, tokenizer)
+            # If nothing ends a call, the text of one more call starts with it.
+            if more and longer != text and longer.startswith(text):
+                after = ""
+        ids = ids_of(after, tokenizer)
+        # Gemma has an added token that is a line break.
+        ends = [token for token in ids if str(added.get(token, "")).strip()]
+        markers.ends += ends[-1:] if more else ends
+        markers.tails.append(after.strip())
+    return markers
 
 
 def text_of(chat: Chat, count: int, tokenizer: Tokenizer, is_prompt: bool = False) -> str:
@@ -422,10 +458,18 @@ def tokenize(text: str, answers: list, tokenizer: Tokenizer) -> list:
     each answer are those of its prompt alone.
 
     A token of the whole text may span the end of a prompt, or of an answer. Generation produces no
-    such token, so each answer then gets a document of its own, cut there.
+    such token, so each answer then gets a document of its own, cut there. Between the brackets are
+    tokens, and the prompt ends after the first line break:
+
+        together  [<assistant>] [\\n\\n] [2] [</s>]
+        prompt    [<assistant>] [\\n]
+        answer                       [\\n] [2] [</s>]
+        ids       [<assistant>] [\\n] [\\n] [2] [</s>]    labels: -100 -100 \\n 2 </s>
     """
-    ends = {end for _, *span in answers for end in span}
-    prefixes = tokenize_prefixes(text, {*ends, len(text)}, tokenizer)
+    ends = set()
+    for _, start, end in answers:
+        ends |= {start, end}
+    prefixes = tokenize_prefixes(text, ends, tokenizer)
     documents = []
     for _, start, end in answers:
         prompt = prefixes[start]
@@ -437,10 +481,6 @@ def tokenize(text: str, answers: list, tokenizer: Tokenizer) -> list:
                 labels[: len(before)] = known
                 documents.pop()
         documents.append((ids, labels))
-    whole = prefixes[len(text)]
-    if len(documents) == 1 and whole[: len(ids)] == ids:  # with the turns after the answers
-        labels += [-100] * (len(whole) - len(ids))
-        documents = [(whole, labels)]
     return documents
 
 
@@ -461,24 +501,15 @@ def join_answer(prompt: list, answer: str, together: list, tokenizer: Tokenizer)
 
 def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     """Return the tokens of text[:end] by end. The tokens from a special token do not depend on the
-    text before it, so that text is tokenized once."""
-    special = special_tokens(tokenizer)
-    known = 0  # characters of the text that are in whole segments
-    segments = []
-    rests = {}  # the number of whole segments before each end, and the text between
-    for end in sorted(ends):
-        marks = [match.start() for match in special.finditer(text, known, end)]
-        mark = max(marks, default=0)
-        if mark > known:
-            segments.append(text[known:mark])
-            known = mark
-        rests[end] = (len(segments), text[known:end])
-    texts = [*segments, *(rest for _, rest in rests.values())]
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    prefixes = {}
-    for (end, (count, _)), rest in zip(rests.items(), ids[len(segments) :], strict=True):
-        prefixes[end] = [*itertools.chain(*ids[:count]), *rest]
-    return prefixes
+    text before it, so each text between these is tokenized once."""
+    marks = [match.start() for match in special_tokens(tokenizer).finditer(text)]
+    pieces = {}
+    for end in ends:
+        places = [0, *(mark for mark in marks if 0 < mark < end), end]
+        pieces[end] = [text[start:stop] for start, stop in itertools.pairwise(places)]
+    texts = [*{*itertools.chain(*pieces.values())}]
+    ids = dict(zip(texts, ids_of(texts, tokenizer), strict=True))
+    return {end: [*itertools.chain(*map(ids.get, pieces[end]))] for end in ends}
 
 
 @lru_cache
@@ -489,20 +520,9 @@ def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
     return re.compile("|".join(patterns) or "(?!)")  # matches nothing
 
 
-def ids_of(text: str, tokenizer: Tokenizer) -> list:
-    """Return the tokens of a part of a rendered chat."""
+def ids_of(text: str | list, tokenizer: Tokenizer) -> list:
+    """Return the tokens of a part of a rendered chat, or of each of several."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def encode_text(text: Any, tokenizer: Tokenizer) -> tuple:
-    """Return ids and labels of a plain document: BOS if the tokenizer adds it, text, EOS. Raise
-    ValueError if it is empty or not text."""
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"the document is {text!r}, not text")
-    ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        ids.append(tokenizer.eos_token_id)
-    return ids, [-100, *ids[1:]]
 
 
 def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple:
@@ -522,31 +542,7 @@ def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple:
     return ids, labels
 
 
-def answer_header(tokenizer: Tokenizer) -> str:
-    """Return the last line of what the chat template puts between a question and its answer,
-    without reasoning; "" if there is none."""
-    question = {"role": "user", "content": WORD}
-    with contextlib.suppress(ValueError):  # the template rejects a question
-        prompt = text_of(([question], None), 1, tokenizer, is_prompt=True)
-        header = prompt.rpartition(WORD)[2].partition("<think>")[0]
-        return header.strip().rpartition("\n")[2]
-    return ""
-
-
 def answer_ends(tokenizer: Tokenizer) -> list:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
     after an answer, and the last one after a call."""
-    ends = [tokenizer.eos_token_id]
-    added = tokenizer.added_tokens_decoder
-    call = {"type": "function", "function": {"name": "f", "arguments": {"of": WORD}}}
-    for turn in ({"content": WORD}, {"content": "", "tool_calls": [call]}):
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant"} | turn], None
-        with contextlib.suppress(ValueError):  # the template rejects such turns
-            text = text_of(chat, 2, tokenizer)
-            if has_end(text, chat, 1, tokenizer):
-                _, *_, after = text.split(WORD)  # ValueError if the template drops it
-                ids = ids_of(after, tokenizer)
-                # Gemma has an added token that is a line break.
-                found = [token for token in ids if str(added.get(token, "")).strip()]
-                ends += found[-1:] if "tool_calls" in turn else found
-    return ends
+    return markers_of(tokenizer).ends

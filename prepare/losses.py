@@ -1,4 +1,5 @@
-"""What a tokenizer or a limit of length loses of texts. Any rank may call these functions."""
+"""What a tokenizer or a limit of length loses of texts, and which rows are skipped. Any rank may
+call these functions."""
 
 import os
 import re
@@ -10,7 +11,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.ranks import print0
 
-FEATURES = {"change": Value("string"), "mark": Value("string")}
+LINES = {  # columns of samples with what is lost, or "", and the line about them
+    "change": "the tokenizer changes {} texts, for example: {}",
+    "mark": "{} texts have marks such as {}, which are no tokens: another template's",
+    "spells": "{} documents spell special tokens such as {}. Text of chats becomes these.",
+    "skipped": "Skipped {} rows, for example: {}",
+}
+# `others` of a batch's first sample are the columns and keys that are not read, as JSON.
+FEATURES = dict.fromkeys([*LINES, "others"], Value("string"))
 SPACES = ("\n", "\t", "  ")
 MARK = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?\w+_of_\w+>|\[/?INST\]|\[/[A-Z_]+\]|</s>")
 
@@ -53,13 +61,10 @@ def lost_spaces(tokenizer: Tokenizer) -> list:
 
 def print_losses(name: str, samples: Dataset) -> None:
     """Print how many samples have which of FEATURES, with the first of each."""
-    for column, line in (
-        ("change", "the tokenizer changes {} texts, for example: {}"),
-        ("mark", "{} texts have marks such as {}, which are no tokens: another template's"),
-    ):
-        found = [example for example in samples[column][:] if example]
-        if found:
-            print0(f"{name}: " + line.format(f"{len(found):,}", found[0]))
+    for column, line in LINES.items():
+        examples = [example for example in samples[column][:] if example]
+        if examples:
+            print0(f"{name}: " + line.format(f"{len(examples):,}", examples[0]))
 
 
 def print_cut(name: str, flag: str, limit: int, lost: list) -> None:

@@ -8,51 +8,47 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.ranks import Problem
-from prepare import losses, read, sets, tables, tokens
-from prepare.read import Parts
-from prepare.tables import CONTINUES, Table
+from prepare import columns, losses, read, sets, tables, tokens
+from prepare.columns import Form
+from prepare.sets import Parts
+from prepare.tables import CONTINUES
 
-FEATURES = Features({"input_ids": List(Value("int32"))})
+FEATURES = {"input_ids": List(Value("int32"))}
 WIKITEXT = "Salesforce/wikitext"
-USUAL_COLUMNS = [("text",), ("input_ids",), ("content",), ("document",), ("article",)]
+FLAG = "--text-column {}"
+FORMS = columns.forms_of(FLAG, "text", CONTINUES) + columns.forms_of(FLAG, "input_ids", "labels")
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    parts = partial(load_blocks, args=args, tokenizer=tokenizer)
-    return sets.load_sets(args, parts, sets.sample, evaluate_only)
+    return sets.load_sets(args, tokenizer, evaluate_only, load_blocks, sets.sample)
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
-    """Return the blocks of one --dataset argument by split: train, and maybe validation."""
+    """Return the blocks of one --dataset argument by split: token blocks, cut from joined rows of
+    text; rows of `input_ids` are blocks already."""
     config = args.dataset_config
     if config is None and spec.startswith(WIKITEXT):
         config = "wikitext-2-raw-v1"
-    parts = read.read(spec, config, has_texts=True)
-    return {part: encode(spec, table, tokenizer, args) for part, table in parts.items()}
+    named = {FLAG: (args.text_column,)}
+    parts = {}
+    for part, table in read.read(spec, config, has_texts=True).items():
+        form = columns.find_form(spec, table.columns, FORMS, named, args)
+        if form.columns == ("input_ids",):
+            size = args.block_size
+            function = partial(read_block, form=form, tokenizer=tokenizer, size=size)
+        else:
+            are_lines = "wikitext" in spec.lower()
+            function = partial(encode_text, form=form, tokenizer=tokenizer, are_lines=are_lines)
+        rows = tables.map_rows(spec, table, function, FEATURES, args)
+        parts[part] = rows
+        if form.columns != ("input_ids",):
+            parts[part] = cut(spec, rows, args.block_size, tokenizer)
+            parts[part].info.description = rows.info.description
+    return parts
 
 
-def encode(name: str, table: Table, tokenizer: Tokenizer, args: Any) -> Dataset:
-    """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    named = (args.text_column,)
-    form = tables.find_form(name, table, named, USUAL_COLUMNS, ("--text-column",), args)
-    (column,) = form.columns
-    if CONTINUES not in table.columns:  # not of text files
-        tables.print_columns(name, [column], table.columns)
-    if column == "input_ids":
-        function = partial(read_block, tokenizer=tokenizer, size=args.block_size)
-        return tables.map_rows(name, table, table.columns, function, FEATURES, args.bad_rows)
-    are_lines = "wikitext" in name.lower()
-    function = partial(encode_text, column=column, tokenizer=tokenizer, are_lines=are_lines)
-    features = FEATURES | losses.FEATURES
-    documents = tables.map_rows(name, table, [column], function, features, args.bad_rows)
-    losses.print_losses(name, documents)
-    if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
-        raise Problem(f"Data set {name} has no text.")
-    return cut(documents, args.block_size, tokenizer)
-
-
-def read_block(row: dict, tokenizer: Tokenizer, size: int) -> list:
+def read_block(row: dict, form: Form, tokenizer: Tokenizer, size: int) -> list:
     """Return the block that a tokenized row is. Raise ValueError if it has other labels."""
     ids = tokens.check_tokens(row, "input_ids", "--block-size", size + 1, tokenizer)
     if row.get("labels") not in (None, ids):
@@ -60,12 +56,12 @@ def read_block(row: dict, tokenizer: Tokenizer, size: int) -> list:
     return [{"input_ids": ids}]
 
 
-def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -> list:
+def encode_text(row: dict, form: Form, tokenizer: Tokenizer, are_lines: bool) -> list:
     """Return the documents of a row, which end in EOS unless the next row continues the last one.
     With `are_lines`, a text that ends in a line break is a line of an article."""
-    text = row.get(column)
+    text = row.get(*form.columns)
     if not isinstance(text, str):
-        raise ValueError(f"{column} is {text!r}, not text")
+        raise ValueError(f"{form.columns[0]} is {text!r}, not text")
     texts = [text] if text else []
     if CONTINUES in row:  # in a text file, the text of EOS separates documents
         texts = text.split(tokenizer.eos_token)
@@ -89,15 +85,18 @@ def encode_text(row: dict, column: str, tokenizer: Tokenizer, are_lines: bool) -
     return documents
 
 
-def cut(documents: Dataset, size: int, tokenizer: Tokenizer) -> Dataset:
+def cut(name: str, documents: Dataset, size: int, tokenizer: Tokenizer) -> Dataset:
     """Return the blocks of documents, with BOS if the tokenizer adds it."""
     bos = []
     added = tokenizer("", verbose=False)["input_ids"]
-    if tokenizer.bos_token_id in added and tokenizer.bos_token_id != tokenizer.eos_token_id:
+    eos = tokenizer.eos_token_id
+    if tokenizer.bos_token_id in added and tokenizer.bos_token_id != eos:
         bos = [tokenizer.bos_token_id]
+    if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
+        raise Problem(f"Data set {name} has no text.")
     key = tables.cache_key(blocks, documents._fingerprint, size, bos)
-    generate = partial(blocks, documents, size, tokenizer.eos_token_id, bos)
-    return Dataset.from_generator(generate, FEATURES, fingerprint=key)
+    generate = partial(blocks, documents, size, eos, bos)
+    return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
 
 
 def blocks(documents: Dataset, size: int, eos: int, bos: list) -> Iterator:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import datasets
 import pytest
-from conftest import launch, losses
+from conftest import launch, losses, metrics
 from in_process import start
 from transformers import ByT5Tokenizer
 
@@ -41,6 +41,10 @@ def test_losses_are_those_of_the_data(script, request, tmp_path):
         assert start(importlib.import_module(script), *flags, *more) == 0
     for event in ("train", "val"):
         assert losses(tmp_path / "data", event) == losses(tmp_path / "tokens", event)
+    line = json.loads((tmp_path / "prepared/prepared.json").read_text())["data"]
+    assert line.startswith(f"{data}: uses ")
+    for output in ("data", "tokens"):
+        assert metrics(tmp_path / output, "start")[0]["data"] == line
 
 
 def test_several_validation_sets_and_existing_directories_are_refused(texts, tmp_path):

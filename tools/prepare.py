@@ -51,6 +51,7 @@ def prepare(script: ModuleType, args: Any) -> Path:
     rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
     notes["made_with"] = prepared_dataset.made_with(args.data, tokenizer)
     notes["dataset"] = args.data.dataset
+    notes["data"] = rows["train"].info.description
     write(rows, notes, path)
     return path
 
