@@ -276,12 +276,11 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
 
 
 def state_values(state: State) -> dict:
-    """Return the values of a state as a resume reads them. Raise Problem if one that a copy has
-    added would not be the same."""
+    """Return the values of a state as a resume reads them. Raise Problem if one but `flags`, which
+    are only printed, would not be the same."""
     values = json.loads(json.dumps(vars(state), default=str, skipkeys=True))
-    for name in values.keys() - State.__dataclass_fields__.keys():
-        value = getattr(state, name)
-        if repr(value) != repr(values[name]):
+    for name, value in vars(state).items():
+        if name != "flags" and repr(value) != repr(values[name]):
             raise Problem(f"state.{name} is {value!r}, and would be {values[name]!r} after a "
                           "resume. Use numbers, texts, lists, and dicts with texts as keys."
                           )  # fmt: skip
