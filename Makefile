@@ -7,7 +7,7 @@ INSTALL := $(VENV)/bin/pip install -c constraints.txt $(INDEX)
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-again test test-ci test-slow test-all clean
+.PHONY: demo demo-again test test-ci test-slow test-all mutants clean
 
 $(VENV)/ready: requirements.txt constraints.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
@@ -38,10 +38,14 @@ test-ci: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -m slow
 
+# Each guarantee is broken by small wrong changes, and the test that says so must fail.
+mutants: $(VENV)/ready
+	$(VENV)/bin/python tests/mutants.py
+
 # Every test, with all optional packages, also after one that fails.
 test-all: $(VENV)/ready
 	$(INSTALL) --quiet -r requirements-extras.txt -r benchmarks/requirements.txt -r tests/requirements.txt
-	$(MAKE) --keep-going test test-ci test-slow
+	$(MAKE) --keep-going test test-ci test-slow mutants
 
 clean:
 	rm -rf $(VENV) output

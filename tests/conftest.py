@@ -47,6 +47,7 @@ QUICK_FILES = {"test_args", "test_block_dataset", "test_chat_dataset", "test_lay
                "test_data", "test_summarization_dataset", "test_weight"}  # fmt: skip
 QUICK_TESTS = {
     "test_checkpoint": ["test_damaged_checkpoint_is_skipped",
+                        "test_truncated_file_makes_a_checkpoint_incomplete",
                         "test_train_state_is_complete_or_absent",
                         "test_flipped_bits_of_train_state_are_noticed",
                         "test_prune_keeps_the_newest_complete_checkpoints",
@@ -57,6 +58,7 @@ QUICK_TESTS = {
     "test_export": ["test_exports_without_the_base_s_files_reload_with_equal_logits",
                     "test_tensors_that_transformers_keeps_in_fp32_stay_so",
                     "test_buffers_of_the_files_are_exported",
+                    "test_settings_go_out_as_they_came_in",
                     "test_complete_export_replaces_the_target_of_a_link"],
     "test_lock": ["test_lock_is_refused_while_its_process_lives"],
     "test_log": ["test_events_that_will_be_repeated_and_broken_lines_are_deleted",
@@ -80,6 +82,7 @@ QUICK_TESTS = {
                    "test_due_steps_are_every_n_and_the_ends_of_epochs_and_of_the_run",
                    "test_length_groups_keep_every_sample_at_any_world_size",
                    "test_step_has_as_many_micro_batches_as_asked_for",
+                   "test_random_numbers_in_collate_depend_on_seed_rank_and_step_alone",
                    "test_validation_batches_contain_each_sample_once",
                    "test_dropout_differs_between_ranks",
                    "test_weight_decay_excludes_biases_and_norms"],
@@ -141,16 +144,21 @@ def wait_until(
         time.sleep(0.05)
 
 
+def start_fork_server() -> subprocess.Popen:
+    """Start tests/helpers/fork_server.py, and name its socket in FORK_SERVER. It ends with its
+    input."""
+    path = os.environ["FORK_SERVER"] = f"{CACHE.name}/fork_server"
+    command = [sys.executable, ROOT / "tests/helpers/fork_server.py", path]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Start tests/helpers/fork_server.py, unless this is a worker of pytest-xdist, or another
     process that inherits FORK_SERVER."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.add_cleanup(lambda: print_result(config))
     if "FORK_SERVER" not in os.environ:
-        os.environ["FORK_SERVER"] = f"{CACHE.name}/fork_server"
-        command = [sys.executable, ROOT / "tests/helpers/fork_server.py", os.environ["FORK_SERVER"]]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        config.add_cleanup(server.communicate)  # ends it, before the line above
+        config.add_cleanup(start_fork_server().communicate)  # ends it, before the line above
 
 
 def skip_reasons(config: pytest.Config) -> Counter[str]:

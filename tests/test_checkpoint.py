@@ -136,6 +136,17 @@ def test_damaged_checkpoint_is_skipped(name, damage, saved, capsys):
         checksums.find_intact(saved)
 
 
+def test_truncated_file_makes_a_checkpoint_incomplete(saved):
+    """Also without checksums, by its size."""
+    path = saved / "step-00000004"
+    for name in FILES:
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1])
+        assert not checkpoint.is_complete(path)
+        (path / name).write_bytes(content)
+        assert checkpoint.is_complete(path)
+
+
 def changed(values: dict, **more: object) -> str:
     """Return the text of a train_state.json with other values; None deletes one."""
     values = values | more

@@ -348,8 +348,9 @@ def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, 
     disk, link = tmp_path / "disk", tmp_path / "final"
     disk.mkdir()
     link.symlink_to(disk / "final")
-    for name in ("tmp-final", "tmp-old-final"):
-        (disk / name).mkdir()  # left by a process that was killed
+    for name in ("final", "tmp-final", "tmp-old-final"):  # two are left by a killed process
+        (disk / name).mkdir()
+        (disk / name / "config.json").touch()
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)
