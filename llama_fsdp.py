@@ -296,15 +296,6 @@ def train(
     precision = args.sharding.precision
     world_size = dist.get_world_size()
     sampler = StepSampler(len(train_set), optim, hasattr(train_set, "set_epoch"))
-    loader = DataLoader(  # each item is a step: a list of micro-batches
-        MicroBatches(train_set, collate, optim),
-        sampler=sampler,
-        batch_size=None,
-        num_workers=optim.num_workers,
-        worker_init_fn=ranks.block_stops,
-        pin_memory=device.type != "cpu",
-        generator=torch.Generator().manual_seed(dist.get_rank()),  # the default one is dropout's
-    )
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps
     factors = schedule(optim, total_steps, epoch_steps)  # learning rate / --lr, by step
@@ -356,8 +347,15 @@ def train(
     loss_sum = torch.tensor(state.own_loss_sum(), device=device)  # since the last line in the log
     norms: dict[int, Tensor] = {}  # by step: the host waits for them in part 6
     is_saved = True
-    sampler.start = start
-    sampler.stop = total_steps
+    loader = DataLoader(  # each item is a step: a list of micro-batches
+        MicroBatches(train_set, sampler, collate, optim),
+        sampler=range(start, total_steps),
+        batch_size=None,
+        num_workers=optim.num_workers,
+        worker_init_fn=ranks.block_stops,
+        pin_memory=device.type != "cpu",
+        generator=torch.Generator().manual_seed(dist.get_rank()),  # the default one is dropout's
+    )
     steps = progress(loader, "step", total_steps, start)
     for step, batches in enumerate(steps, start + 1):
         watchdog.restart()  # optional: watchdog

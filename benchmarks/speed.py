@@ -243,12 +243,11 @@ def run_bare(script: Any, args: Any, device: torch.device, rows: Any, clock: Clo
     model, optimizer = load_with_transformers(args)
     # The batches of llama_fsdp.py, for steps of one micro-batch.
     sampler = StepSampler(len(rows), args.optim)
-    sampler.stop = clock.last
-    batches = MicroBatches(rows, chat_dataset.collate, args.optim)
+    batches = MicroBatches(rows, sampler, chat_dataset.collate, args.optim)
     losses = []
     model.train()
     clock.wait()
-    for (batch,) in DataLoader(batches, sampler=sampler, batch_size=None):
+    for (batch,) in DataLoader(batches, sampler=range(clock.last), batch_size=None):
         clock.targets.append(batch["targets"])
         batch = BatchEncoding(batch).to(device, non_blocking=True)
         # Our labels are shifted already. Without positions, a row is one document.

@@ -168,7 +168,7 @@ def ten_steps(script: types.ModuleType, args: Any, device: torch.device) -> dict
         return clip(model, max_norm)
 
     def keep_sampler(*values: Any, **options: Any) -> Any:
-        samplers.append(options["sampler"])
+        samplers.append(values[0].sampler)
         return loader_class(*values, **options)
 
     def watch_fourth(items: Any, text: str, *values: Any) -> Iterator[Any]:
