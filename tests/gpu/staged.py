@@ -33,6 +33,7 @@ def build() -> ModuleType:
     lock = directory / "lock"
     if lock.exists() and time.time() - lock.stat().st_mtime > 600:
         lock.unlink()  # of a build that was killed: torch would wait for it forever
+    os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"  # of ninja
     flags = ["-O1", "-g0", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
     return cpp_extension.load(
         "staged", [str(SOURCE)], extra_cflags=flags, build_directory=directory, with_cuda=False
