@@ -1,6 +1,8 @@
 """Train models of other classes with the scripts as they are, by --model-name."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,11 @@ CASES = {  # script, class, config, flags
     "opt lora": ("llama_fsdp", "OPTForCausalLM", OPT, LORA),
     "neox lora": ("llama_fsdp", "GPTNeoXForCausalLM", NEOX | NO_DROPOUT, LORA),
 }  # fmt: skip
+# One of each kind. The others train in make test-all.
+QUICK = ("qwen3", "mistral", "multimodal", "granite", "mixtral", "neox", "opt", "falcon",
+         "gpt2 llama", "bart", "mt5", "led", "multimodal lora", "neox lora")  # fmt: skip
+STEPS = ["--export-dtype", "fp32", "--batch-size", 64, "--lr", "1e-2", "--lr-schedule", "constant",
+         "--warmup-ratio", 0, "--log-every", 1]  # fmt: skip
 TOKENS = {"vocab_size": 384, "bos_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 256}
 
 
@@ -95,36 +102,46 @@ def save_model(name: str, path: Path) -> Path:
 @pytest.fixture(scope="module")
 def trained(
     tmp_path_factory: pytest.TempPathFactory, pairs: Path, texts: tuple, chats: Path
-) -> Path:
-    """Train each model on two ranks: two steps and, in the directory resumed, one and then the
-    other. Return the folder with models and outputs. A step has all samples."""
-    folder = tmp_path_factory.mktemp("trained")
+) -> Callable[[str], Path]:
+    """Return a function that returns the folder of a model, with its outputs. Its first call for a
+    model of QUICK trains all of these, as that for another model does, on two ranks: two steps and,
+    in the directory resumed, one and then the other. A step has all samples."""
     data = {"T5_training": [pairs], "gpt2_fsdp": [texts[0], "--val-dataset", texts[1]],
             "llama_fsdp": [chats]}  # fmt: skip
-    runs = []
-    for name, (script, _, _, flags) in CASES.items():
-        model = save_model(name, folder / name / "model")
-        flags = ["--model-name", model, "--dataset", *data[script], *LENGTHS[f"{script}.py"],
-                 *flags, "--export-dtype", "fp32", "--batch-size", 64, "--lr", "1e-2",
-                 "--lr-schedule", "constant", "--warmup-ratio", 0, "--log-every", 1]  # fmt: skip
-        for directory, steps in (("output", 2), ("resumed", 1), ("resumed", 2)):
-            output = ["--output-dir", folder / name / directory, "--max-steps", steps]
-            runs.append([script, [str(flag) for flag in flags + output]])
-    (folder / "runs.json").write_text(json.dumps(runs))
-    launch(2, "tests/workers/any_model_worker.py", folder / "runs.json")
-    return folder
+
+    @functools.cache
+    def train(is_quick: bool) -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        runs = []
+        for name, (script, _, _, flags) in CASES.items():
+            if (name in QUICK) != is_quick:
+                continue
+            model = save_model(name, folder / name / "model")
+            flags = ["--model-name", model, "--dataset", *data[script], *LENGTHS[f"{script}.py"],
+                     *flags, *STEPS]  # fmt: skip
+            for directory, steps in (("output", 2), ("resumed", 1), ("resumed", 2)):
+                output = ["--output-dir", folder / name / directory, "--max-steps", steps]
+                runs.append([script, [str(flag) for flag in flags + output]])
+        (folder / "runs.json").write_text(json.dumps(runs))
+        worker = "tests/workers/any_model_worker.py"
+        launch(2, worker, folder / "runs.json", quiet_seconds=4 * len(runs))
+        return folder
+
+    return lambda name: train(name in QUICK) / name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CASES]
+)
 def test_model_trains_resumes_and_exports_like_plain_pytorch(trained, name):
     script, kind, _, flags = CASES[name]
-    base, output = trained / name / "model", trained / name / "output"
+    base, output = trained(name) / "model", trained(name) / "output"
     text = base.with_name("text")  # a multimodal model has these
     model = getattr(transformers, kind).from_pretrained(text if text.is_dir() else base)
     seen = torch.load(output / "seen.pt", weights_only=False)
     first, *_, last = metrics(output, "val")
     assert first["loss"] == pytest.approx(mean_loss(model, seen["val_rows"]).item(), abs=1e-5)
-    check_equal_weights(output / "final", trained / name / "resumed/final")
+    check_equal_weights(output / "final", trained(name) / "resumed/final")
     if "--lora-rank" in flags:
         peft = pytest.importorskip("peft")
         whole = transformers.AutoModelForCausalLM.from_pretrained(base)
