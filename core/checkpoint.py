@@ -123,7 +123,7 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
 
 
 def changed_flags(flags: dict, saved: dict) -> list[str]:
-    """Return a text for each of `flags` that differs from those in the state `saved`."""
+    """Return a text for each of `flags` that differs from the state `saved`."""
     texts = []
     for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
         was = saved["flags"].get(name)
@@ -183,8 +183,8 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Copies one tensor on a GPU at a time into host memory, to write it. DCP's writer would keep
-    the copies of all: https://github.com/pytorch/pytorch/issues/195982"""
+    """Copies one tensor at a time from a GPU, to write it. DCP's writer would keep the copies of
+    all: https://github.com/pytorch/pytorch/issues/195982"""
 
     copied = torch.empty(0)  # the last one
 
@@ -340,8 +340,8 @@ def find_newest(output: Path) -> Path | None:
 
 
 def prune(directory: Path, keep: int, newest: Path) -> None:
-    """Delete all but the newest `keep` complete checkpoints up to `newest`. Later ones are damaged,
-    or the run would have resumed from them."""
+    """Delete all but the newest `keep` complete checkpoints up to `newest`: the run would have
+    resumed from later ones, if they were intact."""
     kept = [path for path in complete_checkpoints(directory) if path <= newest][-keep:]
     for path in {*directory.glob(NAMES)}.difference(kept):
         shutil.rmtree(path, ignore_errors=True)
@@ -385,8 +385,7 @@ def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> N
 
 def _new_moments(model: nn.Module, optimizers: list[Optimizer]) -> dict:
     """Return moments to load into: those of the optimizers or, under FSDP1, copies."""
-    # PyTorch creates them by a step, but not if there are gradients. A forward pass leaves some on
-    # offloaded parameters.
+    # PyTorch creates them by a step, unless there are gradients: offloaded parameters have some.
     model.zero_grad()
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     if isinstance(model, FSDP):  # free the originals, but one: else the load would create all again
@@ -420,8 +419,7 @@ def model_weights(model: nn.Module, names: set[str]) -> dict[str, Tensor]:
 
 
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
-    """Return options for state dicts. FSDP1 copies their tensors: on the GPU, they would need as
-    much memory as the model and its optimizer."""
+    """Return options for state dicts. FSDP1 copies their tensors, which would not fit on a GPU."""
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
