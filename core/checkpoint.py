@@ -4,8 +4,8 @@ PyTorch's distributed checkpoint (DCP) writes a file per rank; `full` adds one o
 train_state.json is written last, with the script's state, the size of each file and a CRC of its
 values: a directory where one differs is skipped.
 
-All ranks call `new_state`, `compare_runs`, `snapshot`, `save` and the `load` functions together;
-rank 0 calls `find_newest` and `prune`.
+All ranks call functions that get a model, tensors or a state together; rank 0 calls `find_newest`
+and `prune`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ NAMES = "step-" + 8 * "[0-9]"  # a pattern of checkpoints' names
 NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 # Values of param_groups that `train` sets: they are not saved. Add those that yours schedules.
 SET_BY_TRAIN = {"params", "lr"}
-# Values in train_state.json that are those of each start, or describe the files.
+# Values in train_state.json of each start, or of the files.
 NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
 
 
@@ -298,8 +298,8 @@ def read_state(path: Path) -> dict:
 
 
 def write_status(directory: Path, word: str) -> None:
-    """Write the status of a run: running (also after an error), stopped or finished; and the step
-    of the newest checkpoint."""
+    """Write the status of a run: running (also after an error), stopped or finished; and the saved
+    step."""
     if dist.get_rank() == 0:
         saved = sorted(directory.glob(f"checkpoints/{NAMES}/{STATE}"))
         step = int(saved[-1].parent.name[5:]) if saved else 0
@@ -315,7 +315,7 @@ def is_complete(path: Path) -> bool:
         sizes = {name: (path / name).stat().st_size for name in values["files"]}
         is_intact = is_intact and sizes == values["files"]
         return is_intact and path.name == f"step-{values['step']:08d}"
-    except Exception:  # text that is not JSON, or JSON of another form, raises many types
+    except Exception:  # text that is not such JSON raises many types
         return False
 
 
