@@ -1,5 +1,6 @@
-"""Draw docs/sharding.svg, what each of four GPUs holds of three FSDP units during a step, and
-docs/bars.svg, the memory of Llama 2 7B under three strategies.
+"""Draw docs/sharding.svg and docs/bars.svg. The first shows what each of four GPUs holds of three
+FSDP units during a step, and how computation and communication overlap; the second the memory of
+Llama 2 7B under three strategies.
 
 python docs/draw_sharding.py
 """
@@ -21,6 +22,17 @@ STAGES = (  # title, note, index of the unit that is gathered, held parts of the
     ("after backward, unit 2", "reduce-scatter, free", None, {1: "shard", 2: "shard"}),
     ("optimizer step", "each GPU updates its quarter", None, dict.fromkeys(range(3), "shard")),
 )
+LANES = {  # label, start and end of each bar
+    "compute": (
+        ("forward 1", 1.0, 2.5), ("forward 2", 2.5, 4.0), ("forward 3", 4.0, 5.5),
+        ("backward 3", 5.5, 8.0), ("backward 2", 8.0, 10.5), ("backward 1", 10.5, 13.0),
+    ),
+    "network": (
+        ("gather 1", 0.0, 1.0), ("gather 2", 1.0, 2.0), ("gather 3", 2.5, 3.5),
+        ("gather 2", 5.5, 6.5), ("gather 1", 8.0, 9.0), ("reduce 3", 9.0, 10.0),
+        ("reduce 2", 10.5, 11.5), ("reduce 1", 13.0, 14.0),
+    ),
+}  # fmt: skip
 BARS = {  # flags of the estimator by label
     "DDP": {"strategy": "ddp"},
     "FSDP": {"strategy": "full_shard"},
@@ -41,6 +53,8 @@ STAGE_WIDTH = 200
 TOP = 62
 LEFT = 62
 ROW = SIZE * 4 + 18
+LANE = 24
+SECOND = 70  # width of a unit of time
 
 
 def draw_shards(x: float, y: float, held: range | list[int], is_gradient: bool) -> list[str]:
@@ -61,10 +75,27 @@ def draw_text(x: float, y: float, text: str, size: int = 11, weight: str = "norm
     return f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}">{text}</text>'
 
 
+def draw_lanes(top: float) -> list[str]:
+    """Return the SVG elements of LANES."""
+    parts = []
+    for row, (name, bars) in enumerate(LANES.items()):
+        y = top + row * LANE
+        parts.append(draw_text(8, y + 13, name))
+        for label, start, end in bars:
+            x = LEFT + start * SECOND
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{(end - start) * SECOND}" height="18" fill="#eee" '
+                'stroke="#999" stroke-width="0.7"/>'
+            )
+            parts.append(draw_text(x + 4, y + 13, label))
+    return parts
+
+
 def draw_figure() -> str:
     """Return the whole figure as SVG."""
     width = LEFT + STAGE_WIDTH * len(STAGES)
-    height = TOP + ROW * GPUS + 26
+    bottom = TOP + ROW * GPUS
+    height = bottom + 2 * LANE + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" font-family="sans-serif" fill="#222">',
@@ -86,6 +117,7 @@ def draw_figure() -> str:
                 parts += draw_shards(x, y, held, is_gradient=True)
     for gpu in range(GPUS):
         parts.append(draw_text(8, TOP + gpu * ROW + 2 * SIZE + 4, f"GPU {gpu}"))
+    parts += draw_lanes(bottom)
     legend = (
         "Full color: weights of units 1, 2, 3. Pale: their gradients, computed from unit 3 to "
         "unit 1. The optimizer state stays sharded throughout."

@@ -6,7 +6,6 @@ torchrun --nproc_per_node 4 docs/lesson.py --resume  # repeats steps 4 to 6 on f
 python docs/lesson.py --plain                        # the same training without sharding
 """
 
-import argparse
 import os
 import sys
 import warnings
@@ -17,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -47,10 +46,7 @@ def documents(step):
     return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(32) >= lengths, -100)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--plain", action="store_true")
-parser.add_argument("--resume", action="store_true")
-args = parser.parse_args()
+is_plain = "--plain" in sys.argv
 # CommDebugMode and FSDP warn that hooks miss outputs that are views or no tensors. None is used.
 warnings.simplefilter("ignore")
 if dist.is_torchelastic_launched():
@@ -66,7 +62,7 @@ with torch.device("meta"):
     model = GPT2LMHeadModel(CONFIG)
 print0(f"MB per rank: {megabytes(model.parameters()):.2f} before sharding")
 mesh = init_device_mesh("cpu", (size,))
-if not args.plain:
+if not is_plain:
     # Each block is a unit; the last unit is the rest of the model.
     for unit in [*model.transformer.h, model]:
         # 3. Free or keep: None frees a block's weights after its forward pass.
@@ -77,14 +73,15 @@ for name, parameter in model.named_parameters():  # one at a time is whole
     whole = torch.full(parameter.shape, float(name.endswith("weight")))  # biases are 0
     if parameter.ndim == 2:
         whole.normal_(std=0.02)
-    if not args.plain:  # keep this rank's rows; rank 0 sends nothing
-        whole = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    if not is_plain:  # keep this rank's rows; rank 0 sends nothing
+        whole = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
     parameter.detach().copy_(whole)
 optimizer = AdamW(model.parameters(), lr=5e-4)  # after sharding: of shards
+torch.manual_seed(rank)  # ranks would draw different dropout
 
 # 5. Sharded checkpoints: each rank reads its own part here, and writes it below.
 start = 0
-if args.resume:
+if "--resume" in sys.argv:
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=CHECKPOINT)  # fills the tensors of `state`
@@ -92,31 +89,36 @@ if args.resume:
     start = state["step"]
 
 for step in range(start + 1, 7):
-    inputs, labels = (tokens[rank::size] for tokens in documents(step))
+    batch = [tokens[rank::size] for tokens in documents(step)]
     # 4. A correct step: the loss is the mean over the targets of all ranks.
-    targets = (labels != -100).sum()
+    targets = (batch[1] != -100).sum()
     dist.all_reduce(targets)
-    with CommDebugMode() as communication:
-        logits = model(inputs, use_cache=False).logits.flatten(0, 1)
-        loss = cross_entropy(logits, labels.flatten(), reduction="sum") / targets
-        # FSDP averages gradients over ranks, hence the factor.
-        (loss * size).backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        if args.plain:
+    total = 0
+    for inputs, labels in [batch]:  # one micro-batch
+        with CommDebugMode() as communication:
+            logits = model(inputs, use_cache=False).logits.flatten(0, 1)
+            gathered = megabytes(model.parameters())
+            loss = cross_entropy(logits, labels.flatten(), reduction="sum") / targets
+            # FSDP averages gradients over ranks, hence the factor.
+            (loss * size).backward()
+        total += loss.detach()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if is_plain:
+        with communication:
             for gradient in gradients:
                 dist.all_reduce(gradient)
                 gradient /= size
-    norm = get_total_norm(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all ranks' shards
+    norm = get_total_norm(gradients)  # of all ranks' shards
     clip_grads_with_norm_(model.parameters(), 0.5, norm)
     optimizer.step()
-    dist.all_reduce(loss.detach())
-    print0(f"step {step}: loss {loss:.6f}, norm {norm:.5f}")
+    dist.all_reduce(total)
+    print0(f"step {step}: loss {total:.6f}, norm {norm.item():.5f}")
     if step == 1:
         # 1. What uses the memory.
         moments = [x for state in optimizer.state.values() for x in state.values()]
-        print0(f"MB per rank: weights {megabytes(model.parameters()):.2f}, gradients "
-               f"{megabytes(gradients):.2f}, moments {megabytes(moments):.2f}")  # fmt: skip
+        print0(f"MB per rank: weights {megabytes(model.parameters()):.2f}, after the forward pass "
+               f"{gathered:.2f}, gradients {megabytes(gradients):.2f}, moments "
+               f"{megabytes(moments):.2f}")  # fmt: skip
         print0({str(name): n for name, n in communication.get_comm_counts().items()})
     optimizer.zero_grad()
     if step == 3:

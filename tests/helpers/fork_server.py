@@ -59,6 +59,7 @@ def become_rank(request: dict, rank: int) -> None:
     if size := request["processes"]:
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         ranks |= {"GROUP_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": request["port"]}
+        ranks["TORCHELASTIC_RUN_ID"] = "test"  # dist.is_torchelastic_launched() reads it
         os.environ.update({name: str(value) for name, value in ranks.items()})
     os.chdir(request["cwd"])
     path, *_ = sys.argv = request["argv"]
