@@ -13,7 +13,7 @@ loss has all logits in bf16 and the gradient of one of 8 chunks, 2 + 2 / 8.
 
 Differences of the program from our scripts:
 - 16-bit-states: trained weights, gradients and moments are not fp32
-- selective: a recomputed block keeps every second matrix product
+- selective: a recomputed block keeps half of the matrix products
 - own-head: embeddings and head are not in the root unit
 - no-fsdp: one GPU without FSDP
 - cache: keys and values are kept until the loss; outputs: they and fp32 logits, in the backward too

@@ -225,6 +225,7 @@ def fused_attention(
     value: Tensor,
     mask: None,
     position_bias: Tensor | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [batch, length, heads, head size] of KERNEL for meta tensors, and None.
@@ -232,7 +233,7 @@ def fused_attention(
     if position_bias is not None:
         padding = query.new_empty(query.size(0), 1, 1, key.size(2), dtype=torch.bool)
         position_bias = torch.where(padding, position_bias, 0.0).detach()
-    output, _ = KERNEL(query, key, value, attn_mask=position_bias)
+    output, _ = KERNEL(query, key, value, dropout, attn_mask=position_bias)
     return output.transpose(1, 2), None
 
 
@@ -403,10 +404,10 @@ def forward_pass(
         keep = functools.partial(note, storages)
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
-    def run_block(forward: Callable, *values: Any, **options: Any) -> Any:
+    def run_block(products: int, forward: Callable, *values: Any, **options: Any) -> Any:
         pytree.tree_map_only(Tensor, functools.partial(note, inputs), (values, options))
         blocks.append({})
-        context, _ = policies.selective_contexts()
+        context, _ = policies.selective_contexts(products)
         with saved_in(blocks[-1]), context:
             output = forward(*values, **options)
         for result in pytree.tree_leaves(context.storage):  # private, but the results it keeps
@@ -416,7 +417,8 @@ def forward_pass(
 
     for module in model.modules():
         if isinstance(module, classes):
-            module.forward = functools.partial(run_block, module.forward)
+            products = policies.count_products(module)
+            module.forward = functools.partial(run_block, products, module.forward)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
     ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
