@@ -1,12 +1,15 @@
 """Code shared by the benchmarks: a script's own `train`, models, and launches that print JSON."""
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from core import weights
-from core.ranks import Batch
+from core.ranks import PR_SET_PDEATHSIG, Batch
 
 TREE = Path(__file__).resolve().parents[1]
 Steps = Iterable[list[Batch]]  # the micro-batches of each step, of this rank
@@ -69,6 +72,7 @@ def train(
     collate = data.collator(model) if hasattr(data, "collator") else data.collate
     script.progress = own_steps  # the script's loop gets all steps through it
     script.evaluate = lambda *_: False
+    script.StopRequest.listen = lambda _: None  # SIGTERM ends this process, without a save
     args.run.output_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(StepsDone):
         script.train(args, device, model, tokenizer, collate, train_set, {}, shapes, None)
@@ -109,6 +113,8 @@ def launch(
     result = None
     with tempfile.TemporaryFile("w+") as errors:
         pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        # torchrun ends with this process, also if that is killed.
+        pipes["preexec_fn"] = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
         with subprocess.Popen(words, env=environment, **pipes) as run:
             for line in run.stdout:
                 if line.startswith('{"'):  # a trainer prints dicts of Python

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core import checkpoint, ranks, weights
@@ -79,7 +78,7 @@ def run(
             weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
         checkpoint.compare_runs(newest, more_identity(model, tokenizer))
         # Checkpoints lack weights that adapters freeze.
-        keys = FileSystemReader(newest).read_metadata().state_dict_metadata
+        keys = checkpoint.Reader(newest).read_metadata().state_dict_metadata
         names = weights.saved_names(model) & {key.removeprefix("model.") for key in keys}
         checkpoint.load_weights(newest, model, names)
     if only.export_only:

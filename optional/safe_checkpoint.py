@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.checkpoint import UNPICKLED
 from core.ranks import Problem
 
 DCP = "torch.distributed.checkpoint"
@@ -33,6 +34,6 @@ def check(path: Path | None) -> None:
     """Raise Problem if the checkpoint `path` has anything but tensors. Call on all ranks."""
     try:
         if path is not None:
-            _Unpickler((path / ".metadata").open("rb")).load()
+            UNPICKLED[path] = _Unpickler((path / ".metadata").open("rb")).load()
     except Exception as error:  # pickle raises many types
         raise Problem(f"{path}/.metadata is not a checkpoint's: {error}. Delete it.") from error

@@ -177,6 +177,13 @@ def test_units_are_the_classes_that_transformers_does_not_split(name, capfd):
     assert capfd.readouterr().out.startswith(f"{kind}, units: ")
 
 
+def test_units_of_a_model_of_one_layer_are_its_blocks():
+    kind = transformers.T5ForConditionalGeneration
+    model = kind(transformers.T5Config(num_layers=1, d_model=8, d_kv=4, d_ff=8, num_heads=2))
+    blocks = (type(model.encoder.block[0]),)
+    assert policies.layer_classes(model, kind, blocks) == blocks
+
+
 def test_blocks_without_a_comma_are_refused():
     kind = transformers.GPT2LMHeadModel
     model = kind(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))

@@ -183,6 +183,23 @@ def test_checkpoint_with_odd_values_is_skipped_with_its_name(odd, saved, capsys)
     assert f"{path.parent} is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [
+    "identity", "step", "tokens", "needs_validation", "best_loss", "best_step", "logged_step",
+    "loss_sums", "scaler", "flags", "files", "processes", "sums",
+])  # fmt: skip
+def test_checkpoint_with_a_value_of_another_type_and_a_right_crc_is_skipped(name, saved):
+    path = saved / "step-00000004" / checkpoint.STATE
+    (saved.parent / "status").touch()
+    values = json.loads(path.read_text())
+    for other in ("text", None, [1], {"a": 1}, 1):
+        if checkpoint.kind_of(other) is checkpoint.kind_of(values[name]):
+            continue
+        odd = values | {name: other}
+        del odd["crc"]
+        path.write_text(json.dumps(odd | {"crc": checkpoint.crc_of(odd)}))
+        assert checkpoint.find_newest(saved.parent) == saved / "step-00000002", other
+
+
 @pytest.mark.parametrize("kind", ["file", "link to nothing", "directory in place of its state"])
 def test_other_files_with_names_of_checkpoints_are_skipped(kind, saved, capsys):
     """A save of that step replaces a file."""
@@ -228,7 +245,7 @@ def test_checkpoint_without_checksums_counts_as_intact(saved):
 def test_flipped_bits_of_train_state_are_noticed(saved, capsys):
     """One bit of each byte: in names, values and punctuation. The values are of several types."""
     state = checkpoint.State({"--seed": 0}, [{"betas": "(0.9, 0.95)"}], step=4, best_loss=2.5)
-    state.counts = {10: 1, 9: (2, 3), 2: float("inf")}  # of a copy
+    state.counts = {"10": 1, "9": [2, 3], "2": float("inf")}  # of a copy
     path = saved / "step-00000004"
     (path / checkpoint.STATE).unlink()
     checkpoint._finish(Run(saved.parent), path, state, [{"file": [1, 2]}])

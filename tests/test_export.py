@@ -343,6 +343,14 @@ def test_buffers_of_the_files_are_exported(process_group, tmp_path):
     assert load_file(final / "model.safetensors")[name].equal(model.get_buffer(name))
 
 
+def test_files_named_like_temporary_directories_are_no_obstacle(process_group, tmp_path):
+    for name in ("tmp-final", "tmp-old-final"):
+        (tmp_path / name).touch()
+    with export.new_directory(tmp_path / "final") as temporary:
+        (temporary / "tokenizer_config.json").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
 def test_complete_export_replaces_the_target_of_a_link(process_group, tmp_path, monkeypatch):
     """One that fails on a full disk or is stopped changes nothing."""
     disk, link = tmp_path / "disk", tmp_path / "final"

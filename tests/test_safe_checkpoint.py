@@ -7,11 +7,12 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import error_lines
+from conftest import error_lines, metrics
 from in_process import start
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaForCausalLM
@@ -70,6 +71,23 @@ def test_hostile_checkpoint_runs_no_code(attack, name, texts, marker, tmp_path, 
         (error,) = error_lines(capfd.readouterr().err)
         assert f"{name}, which could run code" in error, more
         assert not marker.exists(), more
+
+
+def test_resume_reads_the_metadata_once_and_saves_log_their_seconds(texts, tmp_path, monkeypatch):
+    flags = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32",
+             "--model-name", "tiny", "--output-dir", tmp_path]  # fmt: skip
+    assert start(gpt2_fsdp, *flags, "--max-steps", "2") == 0
+    names = []
+
+    def counted(path: Path, mode: str = "r", **options: object) -> IO:
+        names.append((path.name, mode))
+        return opened(path, mode, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", counted)
+    assert start(gpt2_fsdp, *flags, "--max-steps", "4") == 0
+    assert names.count((".metadata", "rb")) == 1
+    assert all(line["seconds"] > 0 for line in metrics(tmp_path, "save"))
 
 
 def test_classes_of_python_3_13_are_allowed(process_group, tmp_path, monkeypatch):
