@@ -6,9 +6,10 @@
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
-learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Most
-causal models in Transformers can be trained by --model-name; for one of your own, replace MODEL,
-BLOCKS and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
+learns is in `train`. Most causal models in Transformers can be trained by --model-name; for one of
+your own, replace MODEL and BLOCKS.
+To make your own script, copy this one with `tools/copy_script.py`.
+Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
 import os
@@ -57,7 +58,7 @@ import optional.watchdog as watchdog  # optional: watchdog
 import policies
 from core import checkpoint, export, ranks, weights
 from core.args import Model, Optim, Run, parse
-from core.checkpoint import State
+from core.checkpoint import State, save, snapshot
 from core.chunked_loss import LossHead
 from core.log import Log, mean_losses, open_directory, progress
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0
@@ -77,7 +78,7 @@ NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
-# The recipe of Llama 2 70B. An export takes minutes, so there is no best/ by default.
+# The recipe of Llama 2 70B.
 OPTIM = Optim(
     lr=5e-5,
     lr_schedule="cosine",
@@ -94,9 +95,13 @@ RUN = Run(
     timeout_minutes=90.0,
 )
 RECOMPUTING = policies.Sharding(activation_checkpointing="blocks")
-export_model = export.export_model  # the optional lines below replace it
+export_model = export.export_model
 export_model = lora.export_model  # optional: lora
 export_model = base_files.keep(export_model)  # optional: base_files
+save = checksums.with_sums(save)  # optional: checksums
+saver = async_save.Saver(snapshot, save)  # optional: async_save
+snapshot = saver.snapshot  # optional: async_save
+save = saver.save  # optional: async_save
 
 
 @dataclass
@@ -151,8 +156,7 @@ def fsdp_main(args: Args) -> None:
     data = ranks.local_main_process_first(load)
     checks.before_wrapping(model)  # optional: startup_checks
     model = wrap_model(args, device, model, blocks, initial)
-    parts = data, shapes, newest, scores, export_model, more_identity  # optional: no_training
-    no_training.run(args, device, model, tokenizer, collate, *parts)  # optional: no_training
+    no_training.run(globals() | locals())  # optional: no_training
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, collate, *data, shapes, newest)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
@@ -236,7 +240,7 @@ def wrap_model(
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
     initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
-    initializer.pack = lora.pack  # optional: lora
+    initializer.receive = lora.packing(initializer)  # optional: lora
     init = initializer.fill
     if sharding.strategy == "ddp":
         model.apply(init)
@@ -276,6 +280,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
+@saver.during  # optional: async_save
 @watchdog.watched  # optional: watchdog
 def train(
     args: Args,
@@ -313,14 +318,10 @@ def train(
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.flags = vars(args.model) | vars(args.data) | vars(args.optim)
     state.flags |= vars(args.adapters)  # optional: lora
-    ends = weights.unwrapped(model).generation_config.eos_token_id
-    state.chat = {"template": tokenizer.chat_template, "ends": ends}  # for --export-only
+    ends = weights.unwrapped(model).generation_config.eos_token_id  # optional: no_training
+    state.chat = {"template": tokenizer.chat_template, "ends": ends}  # optional: no_training
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
-    snapshot = checkpoint.snapshot  # the optional lines below replace these
-    save = checkpoint.save
-    save = checksums.with_sums(save)  # optional: checksums
-    snapshot, save = async_save.in_background(snapshot, save, args)  # optional: async_save
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks
     if newest:
         checkpoint.load(newest, model, names, optimizers, state, vars(args.data))
@@ -458,9 +459,8 @@ def evaluate(
     log: Log,
     stop: StopRequest,
 ) -> bool:
-    """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
-    a rank was asked to stop. A resume repeats this then, and if best/ could not be written. Call on
-    all ranks."""
+    """Validate and log the results. Return True if a rank was asked to stop: a resume repeats this
+    then. Call on all ranks."""
     watchdog.restart()  # optional: watchdog
     try:
         results = validation(args, device, model, collate, val_sets, stop)
@@ -469,17 +469,15 @@ def evaluate(
             raise Problem(f"The validation loss before training is {loss}. The weights of "
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         log.write("val", **results)
-        is_written = True
+        state.needs_validation = False
         watchdog.restart()  # optional: watchdog
         how = export_model, model, tokenizer, stop.check  # optional: save_best
-        is_written = save_best.write(args, state, loss, *how)  # optional: save_best
+        loss = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:
         return True
-    if is_written:
-        state.needs_validation = False
-        if loss < state.best_loss:
-            state.best_loss = loss
-            state.best_step = state.step
+    if loss < state.best_loss:
+        state.best_loss = loss
+        state.best_step = state.step
     log.restart_clock()
     return False
 
@@ -509,20 +507,6 @@ def validation(
             dist.all_reduce(total)
             totals[name] = total
     return mean_losses(totals)
-
-
-def scores(
-    args: Args,
-    device: torch.device,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    collate: Callable,
-    val_sets: dict,
-) -> dict:
-    """Return the results of --evaluate-only. Call on all ranks."""
-    probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
-    checks.check_model(args, device, model, *probe)  # optional: startup_checks
-    return validation(args, device, model, collate, val_sets, StopRequest())
 
 
 if __name__ == "__main__":

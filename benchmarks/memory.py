@@ -119,7 +119,7 @@ class RandomWeights(weights.Initializer):
             if hasattr(module, "quantize"):  # its weight is packed
                 self.stored[f"{path}.weight"] = module.out_features, module.in_features
 
-    def _receive(self, name: str) -> torch.Tensor:
+    def receive(self, name: str) -> torch.Tensor:
         return torch.randn(self.stored[name], device=self.device).mul_(0.02)
 
 

@@ -44,7 +44,7 @@ class Run:
     """What is written, where and when. Its directory says whether a run resumes."""
 
     output_dir: Path = Path("output")
-    """directory of checkpoints, metrics.jsonl, best/ and final/; a run in it resumes"""
+    """directory of checkpoints, metrics.jsonl and final/; a run in it resumes"""
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None
@@ -56,7 +56,7 @@ class Run:
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """dtype of the weights in best/ and final/"""
+    """dtype of exported weights"""
     timeout_minutes: Annotated[float, Range(1e-12, 30_000)] = 30.0
     """limit for a collective or download"""
 
@@ -127,7 +127,7 @@ def parse(kind: type, docstring: str, tiny: Any) -> Any:
     the defaults if `model.model_name` is tiny."""
     options = {
         "description": "\n".join(docstring.split("\n\n")[:2]),  # the first line and the commands
-        # --lr, not --optim.lr; no help from the comments that mark optional lines
+        # --lr, not --optim.lr; no help from comments
         "config": (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
     }
     message = io.StringIO()

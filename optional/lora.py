@@ -136,10 +136,19 @@ def fill_initial(initial: weights.Initial, model: nn.Module) -> None:
                 nn.init.kaiming_uniform_(initial[name], a=math.sqrt(5))
 
 
-def pack(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Return a whole tensor as a module stores it: the weight of a Linear4bit in 4 bits."""
-    is_packed = isinstance(module, Linear4bit) and tensor.ndim == 2  # not the bias
-    return module.quantize(tensor.float()) if is_packed else tensor
+def packing(initializer: weights.Initializer) -> Callable:
+    """Return the `receive` of an Initializer as a function that returns the weight of a Linear4bit
+    in 4 bits."""
+    receive = initializer.receive
+    modules = {path: module for module, path in initializer.paths.items()}
+
+    def receive_packed(name: str) -> Tensor:
+        tensor = receive(name)
+        module = modules[name.rpartition(".")[0]]
+        is_packed = isinstance(module, Linear4bit) and tensor.ndim == 2  # not the bias
+        return module.quantize(tensor.float()) if is_packed else tensor
+
+    return receive_packed
 
 
 def identity(model: nn.Module) -> dict[str, str]:

@@ -1,16 +1,13 @@
 """--evaluate-only and --export-only. Without this file, a script only trains. All ranks call
-`run` together; the other functions need one rank."""
+`run` and `scores` together; the other functions need one rank."""
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core import checkpoint, ranks, weights
 from core.args import Switch
@@ -58,35 +55,48 @@ def no_data(*_: Any) -> tuple[None, dict]:
     return None, {}
 
 
-def run(
-    args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Callable,
-    data: tuple, shapes: weights.Shapes, newest: Path | None, scores: Callable, export: Callable,
-    more_identity: Callable = lambda *_: {},
-) -> None:  # fmt: skip
-    """If flags ask for it, write final/ by `export`, evaluation.json by `scores`, or both, and end
-    the process; otherwise return. `more_identity` is that of a script which compares more."""
+def run(names: dict[str, Any]) -> None:
+    """If flags ask for it, write final/, evaluation.json, or both, and end the process; otherwise
+    return. `names` are those of a script and of its fsdp_main."""
+    script = SimpleNamespace(**names)
+    args, model, tokenizer = script.args, script.model, script.tokenizer
     only, output = args.only, args.run.output_dir
     if not (only.evaluate_only or only.export_only):
         return
     if uses_checkpoint(args):
+        newest = script.newest
         if newest is None:
             raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
-        identity = {"model": checkpoint.model_identity(model, shapes)}
+        identity = {"model": checkpoint.model_identity(model, script.shapes)}
         saved = checkpoint.compare_runs(newest, identity)
         if "chat" in saved and not only.evaluate_only:  # the data may not be there
             tokenizer.chat_template = saved["chat"]["template"]
             weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
-        checkpoint.compare_runs(newest, more_identity(model, tokenizer))
+        if hasattr(script, "more_identity"):
+            checkpoint.compare_runs(newest, script.more_identity(model, tokenizer))
         # Checkpoints lack weights that adapters freeze.
         keys = checkpoint.Reader(newest).read_metadata().state_dict_metadata
-        names = weights.saved_names(model) & {key.removeprefix("model.") for key in keys}
-        checkpoint.load_weights(newest, model, names)
+        saved_names = weights.saved_names(model) & {key.removeprefix("model.") for key in keys}
+        checkpoint.load_weights(newest, model, saved_names)
     if only.export_only:
-        export(model, tokenizer, output / "final", args.run.export_dtype)
+        script.export_model(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:
-        results = scores(args, device, model, tokenizer, collate, data[1])
-        write_results(output / "evaluation.json", results, asdict(args))
+        write_results(output / "evaluation.json", scores(script), asdict(args))
     ranks.finish()
+
+
+def scores(script: SimpleNamespace) -> dict:
+    """Return the losses of the validation sets and, if the script has summaries, their scores."""
+    args, device, model, collate = script.args, script.device, script.model, script.collate
+    _, val_sets = script.data
+    if hasattr(script, "checks"):  # an optional module, as `rouge`
+        samples = script.checks.samples(args.data)
+        probe = script.summed_loss, script.token_loss, samples, collate
+        script.checks.check_model(args, device, model, *probe)
+    results = script.validation(args, device, model, collate, val_sets, ranks.StopRequest())
+    if hasattr(script, "rouge"):
+        results |= script.rouge.evaluate(args, device, model, script.tokenizer, collate, val_sets)
+    return results
 
 
 def write_results(path: Path, results: dict, arguments: dict) -> None:

@@ -22,26 +22,28 @@ class Best:
 
 
 def never() -> Best:
-    """Return the default of a script whose exports take long."""
+    """Return the default of a script whose exports take minutes."""
     return Best(save_best=False)
 
 
 def write(
     args: Any, state: State, loss: float, export: Callable, model: nn.Module,
     tokenizer: Tokenizer, check_stop: Callable,
-) -> bool:  # fmt: skip
-    """Write best/ by `export`, and its step, if `loss` is the lowest. If that fails, print the
-    reason and return False."""
+) -> float:  # fmt: skip
+    """Write best/ by `export`, and its step, if `loss` is the lowest, and return it. If that fails,
+    print the reason and return inf; then, and after a stop, a resume repeats the validation."""
     path = args.run.output_dir / "best"
     if loss >= state.best_loss or not args.best.save_best:
-        return True
+        return loss
+    state.needs_validation = True
     try:
         export(model, tokenizer, path, args.run.export_dtype, check_stop)
         on_rank_zero((path / "step").write_text, str(state.step))
     except OSError as error:
         print0(f"best/ could not be written ({error}).")
-        return False
-    return True
+        return math.inf
+    state.needs_validation = False
+    return loss
 
 
 def check(args: Any, state: State, total_steps: int) -> None:

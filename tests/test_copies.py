@@ -78,11 +78,16 @@ def test_copy_is_a_project(tmp_path):
     copy = tmp_path / "copy"
     for script in SCRIPTS:
         output, start = make_copy(script, copy), f"python {script}.py --model-name tiny"
-        assert f"Next: cd {copy}; " in output and start in output
+        assert f"    cd {copy}; python tools/docstrings.py" in output and start in output
+        assert re.search(r"with prepare \([34567],\d{3} lines of modules\)", output)
+        assert re.search(r"without it \(\d,\d{3} lines\)", output)
         for name in ("LICENSE", "README.md", "requirements.txt", "launch.slurm"):
             assert (copy / name).is_file()
         readme = (copy / "README.md").read_text()
-        assert start in readme and f"git log -p {copy_script.commit()}.. -- {script}.py" in readme
+        assert start in readme and "made without" not in readme
+        (fixes,) = re.findall(rf"git log -p {copy_script.commit()}.. -- (.*)", readme)
+        modules = {path.relative_to(copy).parts[0] for path in copy.rglob("*.py")}
+        assert modules <= {"test_copy.py", "tools", *fixes.split()}
         assert re.fullmatch("HEAD|[0-9a-f]{40}", copy_script.commit())
         again = launch(0, "tools/copy_script.py", f"{script}.py", copy, check=False)
         assert again.returncode == 1 and "is not empty" in again.stderr
@@ -107,6 +112,28 @@ def test_without_takes_all_and_refuses_a_module_that_the_script_lacks(tmp_path):
     message = "error: gpt2_fsdp.py has no optional lokc, rouge. It has: async_save, base_files, "
     assert result.returncode == 1 and result.stderr.startswith(message)
     assert not (tmp_path / "other").exists()
+
+
+@EACH_SCRIPT
+def test_bare_copy_speaks_only_of_what_it_has(script, tmp_path):
+    """Nothing in it is left over from optional modules, and its README says what it lacks."""
+    make_copy(script, tmp_path, *rooms_of(script))
+    paths = sorted(tmp_path.rglob("*.py"))
+    words = "best/|--export-only|--evaluate-only|copy_script|optional (module|line)|# optional"
+    everything = "".join(path.read_text() for path in paths)
+    for path in paths:
+        text = path.read_text()
+        assert not re.search(words, text), (path, re.search(words, text))
+        for name in re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE):
+            is_used = len(re.findall(rf"\b{name}\b", everything)) > 1
+            assert is_used or name.startswith("test_"), (path, name)
+    docstring = (tmp_path / f"{script}.py").read_text().split('"""')[1]
+    for command in re.findall(rf".*{script}.py.*", docstring):
+        assert "--dataset data/prepared" in command
+    readme = (tmp_path / "README.md").read_text()
+    assert "rows, which" not in readme and "requirements-extras" not in readme
+    lacking = set(re.findall(r"- no `(\w+)`: ", readme))
+    assert lacking == set(rooms_of(script))
 
 
 def test_tools_run_in_the_repository_without_its_optional_modules(tmp_path):

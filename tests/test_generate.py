@@ -98,7 +98,7 @@ def test_invalid_values_exit_with_one_message(chat_directory, gpt2_directory, tm
         (chat_directory, "one", "--temperature", "nan"): "--temperature must be from 0",
         (chat_directory, "one", "--system", "rejected"): "No such turn",
         (gpt2_directory, "one", "--system", "be"): "chat_template is not set",
-        (tmp_path, "one"): f"{tmp_path} has no model. Pass a final/ or best/ of a run.",
+        (tmp_path, "one"): f"{tmp_path} has no model. Pass the final/ of a run.",
     }.items():
         result = generate(*words)
         assert result.returncode == 1 and not result.stdout, words

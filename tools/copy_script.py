@@ -8,12 +8,10 @@ a test. --without NAME leaves out all lines that end in `# optional: NAME`, and 
 of that name in optional/ or prepare/, or the folder prepare/.
 """
 
-import ast
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import resolve_name
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +23,8 @@ SCRIPTS = ("T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py")
 OTHERS = {  # files of the repository by their place in a copy
     "LICENSE": "LICENSE",
     "launch.slurm": "launch.slurm",
+    "pyproject.toml": "pyproject.toml",
+    "requirements.txt": "requirements.txt",
     "requirements-extras.txt": "requirements-extras.txt",
     "tools/generate.py": "tools/generate.py",
     "tools/docstrings.py": "tools/docstrings.py",
@@ -32,6 +32,15 @@ OTHERS = {  # files of the repository by their place in a copy
     "test_copy.py": "tools/copy/test_copy.py",
 }
 MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
+IMPORT = re.compile(r"^ *(?:from|import) ([\w.]+)(?: import ([\w, ]+))?", re.MULTILINE)
+DATASET = re.compile(r"""((?:--dataset |"dataset": "|dataset: Names = \("))[\w/.]+""")
+
+NEXT = """Copied to {directory}. Next, in a copy with prepare ({many:,} lines of modules):
+    cd {directory}; python tools/docstrings.py docstrings.jsonl
+    python {script} --model-name tiny --dataset docstrings.jsonl
+A copy without it ({few:,} lines) trains on tokens, by a command here and one in the copy:
+    python tools/prepare.py {script} --model-name tiny --dataset ROWS --output-dir {directory}/data
+    python {script} --model-name tiny --dataset data/prepared"""
 
 
 def read(path: Path, without: Sequence[str]) -> str:
@@ -40,18 +49,15 @@ def read(path: Path, without: Sequence[str]) -> str:
     return re.sub(rf".*  # optional: ({names})\n", "", path.read_text())
 
 
-def imported_names(path: Path, text: str) -> set[str]:
-    """Return the absolute names of all modules that a file imports, including inside functions."""
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    names = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = resolve_name("." * node.level + (node.module or ""), package)
-            names.add(base)
-            names.update(f"{base}.{alias.name}" for alias in node.names)
-    return names
+def imported_files(path: Path, text: str) -> list[Path]:
+    """Return the files of this repository that a file imports, including inside functions."""
+    files = []
+    for base, names in IMPORT.findall(text):
+        folder = path.parent if base.startswith(".") else ROOT
+        module = folder / base.strip(".").replace(".", "/")
+        for place in (module, *(module / name.strip() for name in names.split(","))):
+            files += [place.with_suffix(".py"), place / "__init__.py"]
+    return [file for file in files if file.is_file()]
 
 
 def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
@@ -62,31 +68,13 @@ def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
     while waiting:
         path = waiting.pop()
         files[path] = read(path, without)
-        for name in imported_names(path, files[path]):
-            module = ROOT / name.replace(".", "/")
-            for file in (module.with_suffix(".py"), module / "__init__.py"):
-                if file.is_file() and file not in files:
-                    waiting.append(file)
+        waiting += [file for file in imported_files(path, files[path]) if file not in files]
     return files
 
 
 def rooms_of(files: dict[Path, str]) -> list[str]:
     """Return the names in the marks of a script's files: what can be left out."""
     return sorted({name for text in files.values() for name in MARK.findall(text)})
-
-
-def requirements(files: dict[Path, str]) -> str:
-    """Return the lines of requirements.txt whose packages the files import or tokenizers need."""
-    needed = {"sentencepiece"}
-    for file in files.items():
-        needed |= {name.partition(".")[0] for name in imported_names(*file)}
-    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    kept = []
-    for line in lines:
-        package, *_ = re.split("[>=]", line)
-        if package.replace("-", "_") in needed:
-            kept.append(line)
-    return "".join(kept)
 
 
 def commit() -> str:
@@ -98,28 +86,34 @@ def commit() -> str:
         return "HEAD"
 
 
-def other_files(script: str, files: dict[Path, str], without: Sequence[str]) -> dict[str, str]:
-    """Return the texts of the files that make a copy a project, by their place in it."""
-    texts = {place: read(ROOT / file, without) for place, file in OTHERS.items()}
-    texts["pyproject.toml"] = (ROOT / "pyproject.toml").read_text().partition("\n[tool.pytest")[0]
-    texts["requirements.txt"] = requirements(files)
-    name = Path(script).stem
-    replacements = [
-        ("README.md", "SCRIPT", script),
-        ("README.md", "COMMIT", commit()),
-        ("README.md", "output/NAME", f"output/{name}"),
-        ("test_copy.py", '"gpt2_fsdp"', f'"{name}"'),
-        ("launch.slurm", "script=T5_training.py", f"script={script}"),
-    ]
-    for place, old, new in replacements:
-        texts[place] = texts[place].replace(old, new)
+def other_files(script: str, kept: Sequence[str], without: Sequence[str]) -> dict[str, str]:
+    """Return the texts of the files that make a copy a project, by their place in it. Lines that
+    are marked with `no_NAME` are for copies without the optional module NAME."""
+    present = {*kept, *(f"no_{room}" for room in without)}
+    present |= {"any" if kept else "none", "no_any" if without else "none"}
+    texts = {}
+    for place, file in OTHERS.items():
+        absent = {*MARK.findall((ROOT / file).read_text())} - present
+        text = MARK.sub("", read(ROOT / file, sorted(absent)))
+        texts[place] = re.sub("T5_training|gpt2_fsdp|llama_fsdp", Path(script).stem, text)
+    texts["pyproject.toml"] = texts["pyproject.toml"].partition("\n[tool.pytest")[0]
+    if "prepare" in without:
+        del texts["tools/docstrings.py"]
+    if "requirements-extras" not in texts["README.md"]:
+        del texts["requirements-extras.txt"]
     return texts
 
 
-def with_prepared_data(text: str) -> str:
-    """Return a text of a copy that trains on data/prepared, and not on rows."""
-    lines = [line for line in text.splitlines(keepends=True) if "docstrings.py" not in line]
-    return "".join(lines).replace("docstrings.jsonl", "data/prepared")
+def of_a_copy(text: str, kept: Sequence[str]) -> str:
+    """Return a text without what a copy with the optional modules `kept` lacks: rows are data of
+    prepare, without which it trains on data/prepared."""
+    lines = ["copy this one with `tools/copy_script"]
+    if not kept:
+        lines.append("that end in `# optional")
+    if "prepare" not in kept:
+        lines.append(r"python tools/docstrings\.py")
+        text = DATASET.sub(r"\1data/prepared", text)
+    return re.sub(f".*({'|'.join(lines)}).*\n", "", text)
 
 
 def main(
@@ -127,7 +121,7 @@ def main(
     directory: Positional[Path],
     without: tuple[str, ...] = (),
 ) -> None:
-    """Copy a script and its modules, and print what to do next.
+    """Copy a script and its modules; print what to do next, and what the modules weigh.
 
     Args:
         script: the script to copy
@@ -141,22 +135,19 @@ def main(
     unknown = ", ".join(sorted(set(without) - set(rooms)))
     if unknown:
         sys.exit(f"error: {script} has no optional {unknown}. It has: {', '.join(rooms)}.")
+    kept = [room for room in rooms if room not in without]
     files = needed_files(ROOT / script, without)
-    texts = other_files(script, files, without)
-    texts |= {str(file.relative_to(ROOT)): text for file, text in files.items()}
-    data = "python tools/docstrings.py docstrings.jsonl"
-    start = f"{script} --model-name tiny --dataset docstrings.jsonl"
-    steps = [f"cd {directory}", data, f"python {start}"]
-    if "prepare" in without:
-        del texts["tools/docstrings.py"]
-        texts = {place: with_prepared_data(text) for place, text in texts.items()}
-        prepare = f"python tools/prepare.py {start} --output-dir {directory}/data"
-        steps = [data, prepare, f"cd {directory}", f"python {with_prepared_data(start)}"]
+    texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
+    modules = " ".join(sorted({place.partition("/")[0] for place in texts}))
+    texts |= other_files(script, kept, without)
+    texts["README.md"] += f"\n    git log -p {commit()}.. -- {modules} tools/generate.py\n"
     for place, text in texts.items():
         target = directory / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-    print(f"Copied {len(texts)} files. Next: {'; '.join(steps)}")
+        target.write_text(of_a_copy(text, kept))
+    other = needed_files(ROOT / script, sorted({*without} ^ {"prepare"}))
+    few, many = sorted(len("".join(x.values()).splitlines()) for x in (files, other))
+    print(NEXT.format(directory=directory, script=script, few=few, many=many))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tyro.conf import Positional
 class Args:
     """The flags."""
 
-    directory: Positional[Path]  # final/ or best/ of a run
+    directory: Positional[Path]  # final/ of a run
     prompt: Positional[str | None] = None  # text to continue (none: each line of stdin)
     max_new_tokens: int = 100  # limit for an answer
     system: str = ""  # system turn of each chat
@@ -49,7 +49,7 @@ def settings(args: Args) -> dict[str, Any]:
 def load(directory: Path) -> tuple:
     """Return the tokenizer and the model in a directory, or the base model with its adapters."""
     if not (directory / "tokenizer_config.json").is_file():
-        raise ValueError(f"{directory} has no model. Pass a final/ or best/ of a run.")
+        raise ValueError(f"{directory} has no model. Pass the final/ of a run.")
     kind = transformers.AutoModelForCausalLM
     is_whole = (directory / "config.json").is_file()
     if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:

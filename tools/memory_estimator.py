@@ -294,11 +294,10 @@ class Model:
 def sizes_of(parameter: nn.Parameter, in_4bit: bool, itemsize: int) -> Sizes:
     """Return the Sizes of a parameter. `itemsize` is the bytes of the compute dtype."""
     count = parameter.numel()
-    if in_4bit:
-        return Sizes(0, count // 2, count // 2)
+    gathered = count // 2 if in_4bit else itemsize * count
     if parameter.requires_grad:
-        return Sizes(count, 4 * count, itemsize * count)
-    return Sizes(0, itemsize * count, itemsize * count)
+        return Sizes(count, 4 * count, gathered)
+    return Sizes(0, gathered, gathered)
 
 
 def units_of(

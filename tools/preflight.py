@@ -32,6 +32,7 @@ import tyro
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import ranks
+from core.log import open_directory
 
 # torch 2.13 renames these collectives; 2.11 does not have the new names.
 warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+_tensor` is deprecated")
@@ -80,13 +81,14 @@ def preflight(args: Args) -> None:
 
 
 def check_machines(args: Args, scratch: Path) -> list[str]:
-    """Check devices, disk and speed, and print a report; return a message for each fault. Raise
-    Problem if a device is missing or the disk cannot be used, and RuntimeError with the ranks that
-    stop responding. Call on all ranks."""
+    """Check devices, disk and speed, and print a report; return a message for each slow rank. Raise
+    Problem if a device is missing or the nodes do not share the disk, and RuntimeError with the
+    ranks that stop responding. Call on all ranks."""
     count_devices(args)  # first, as the process group needs them
     device = ranks.setup(JOIN_MINUTES)
     hosts = ranks.on_every_rank(socket.gethostname)
-    faults = check_disk(args, scratch, hosts)
+    open_directory(scratch)
+    faults = []
     ranks.print0(f"{'':44}{'median':>9}{'slowest':>9}  slowest rank")
     for probe in [*local_probes(device, scratch), *all_reduce_probes(device)]:
         seconds = measure(probe, timedelta(seconds=args.timeout_seconds))
@@ -106,21 +108,8 @@ def count_devices(args: Args) -> None:
     """Raise Problem if this node has fewer devices than expected."""
     count = torch.accelerator.device_count()
     expected = args.gpus_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
-    if count:
-        expected = max(expected, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if count < expected:
         raise ranks.Problem(f"{socket.gethostname()} has {count} devices instead of {expected}.")
-
-
-def check_disk(args: Args, scratch: Path, hosts: list[str]) -> list[str]:
-    """Create a file on each rank; return a message for each node that does not see rank 0's. Raise
-    OSError on all ranks if one cannot write to --output-dir."""
-    ranks.on_every_rank(partial(scratch.mkdir, parents=True, exist_ok=True))
-    ranks.on_every_rank((scratch / f"rank-{dist.get_rank()}").touch)
-    sees_first = ranks.on_every_rank((scratch / "rank-0").exists)
-    unshared = {host for host, sees in zip(hosts, sees_first, strict=True) if not sees}
-    place = f"--output-dir {args.output_dir} on"
-    return [f"{place} {host} differs from the first node's directory." for host in sorted(unshared)]
 
 
 def local_probes(device: torch.device, scratch: Path) -> list[Probe]:

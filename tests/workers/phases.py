@@ -13,7 +13,7 @@ from typing import Any
 
 from killed import before_each_step, import_script
 
-from core import checkpoint, ranks
+from core import ranks
 from prepare import tables
 
 RANK = os.environ.get("RANK", "0")
@@ -46,7 +46,7 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
     elif phase == "tokenisation":
         before(tables, "map_rows", lambda *_: True)
     elif phase == "save":
-        before(checkpoint, "save", lambda *_: True)
+        before(script, "save", lambda *_: True)
     elif phase == "generation":
         before(script.rouge, "generation", lambda *_: True)
     elif phase != "none":

@@ -37,7 +37,7 @@ def main(kind: str, output: str, flags: list[str]) -> None:
     `kind` is plain, train the model itself, without FSDP; if it is killed, end by kill -9 after the
     first save."""
     script = importlib.import_module(SCRIPT)
-    from core import checkpoint, ranks, weights
+    from core import ranks, weights
 
     def load(args: Any, device: Any, model: Any, blocks: Any, initial: Any) -> Any:
         return model.apply(weights.Initializer(model, initial, device).fill)
@@ -46,14 +46,14 @@ def main(kind: str, output: str, flags: list[str]) -> None:
         save(*args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    save = checkpoint.save
+    save = script.save
     for name, value in script.MODEL.config_class().to_dict().items():
         if "drop" in name and isinstance(value, float):
             script.TINY_CONFIG[name] = 0.0
     if kind == "plain":
         script.wrap_model = load
     if kind == "killed":
-        checkpoint.save = save_and_die
+        script.save = save_and_die
     names = [name for section in vars(script.TINY).values() for name in vars(section)]
     sys.argv[1:] = ["--output-dir", output]
     for name in FLAGS.keys() & set(names):
@@ -78,7 +78,8 @@ def losses(output: Path, event: str = "train") -> dict[int, float]:
 
 def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
     """Ten steps on two processes, killed and resumed, equal those of the model without FSDP."""
-    subprocess.check_call([sys.executable, "tools/docstrings.py", "docstrings.jsonl"], cwd=FOLDER)
+    words = [sys.executable, "tools/docstrings.py", "docstrings.jsonl"]  # optional: prepare
+    subprocess.run(words, cwd=FOLDER, check=True)  # optional: prepare
     run(2, "fsdp", tmp_path / "whole")
     expected = losses(tmp_path / "whole")
     assert list(expected) == list(range(1, 11))
