@@ -249,7 +249,9 @@ def read_chat(row: dict, form: Form) -> tuple:
 def check_preferences(row: dict, form: Form) -> None:
     """Raise Problem for unpaired preferences, whose answers may be bad ones, unless flags name the
     columns that are read."""
-    for column in ("label", "kto_tag"):
+    # Beside other pairs, a label is the class of an answer.
+    has_label = form.flags == CHAT or "completion" in form.columns
+    for column in ("label", "kto_tag") if has_label else ("kto_tag",):
         is_boolean = str(row.get(column)).lower() in ("true", "false")
         if is_boolean and not form.is_named:
             flags = form.flags.format(*form.columns)
@@ -284,7 +286,8 @@ def read_pair(row: dict, first: str, completion: str) -> list:
             turns[i] = {"train": False} | turn
     answers = as_objects(row, completion)
     if answers[0].get("role") != "assistant":
-        raise ValueError(f"{completion} is not an answer. For chats in it, pass --prompt-column")
+        way = CHAT.format(completion)
+        raise ValueError(f"{completion} is no answer. If it has chats, pass only {way}")
     return turns + answers
 
 

@@ -11,6 +11,7 @@ For your own data, return its rows from `load_rows` under a name like wikihow.
 """
 
 import hashlib
+import random
 import re
 from functools import partial
 from typing import Any
@@ -145,7 +146,10 @@ def draw(
     total = len(rows)
     if limit is None and name.partition(":")[0] == "wikihow":  # whose articles are many
         limit = 1500 if split == "train" else 300
-    rows = sets.sample(name, split, rows, limit or 0)
+    if limit:
+        indices = [*range(total)]
+        random.Random(0).shuffle(indices)
+        rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     print0(f"{name}, {split}: {len(rows):,} of {total:,} rows drawn")
     if "labels" not in rows.column_names:
         limits = {"--source-length": args.source_length, "--target-length": args.target_length}

@@ -101,7 +101,7 @@ def test_cut_texts_and_summaries_are_counted(tmp_path, capfd):
     assert f"--target-length 8 cuts 3 of 33, by {lost} tokens" in out
     assert "--source-length" not in out
     load("Llama, texts", ["b"] * 40 + ["9" * 50] * 3, tokenizer, tmp_path, max_seq_length=16)
-    assert "which cuts 3 of them. Cut and left out: 102 tokens" in capfd.readouterr().out
+    assert "--max-seq-length 16 cuts 3 of 43, by 102 tokens" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a  b", "a\tb"])
