@@ -108,8 +108,13 @@ def clean_article(row: dict, titles: dict) -> list:
         return []
     text = re.sub(r"\.+[\r\n]+,", ".\n", text)
     summary = summary.replace(".,", ".")
-    sample = {"text": " ".join(text.split()), "summary": " ".join(summary.split())}
-    return [sample | {"key": stable_hash(title or text), "split": split}]
+    sample = {
+        "text": " ".join(text.split()),
+        "summary": " ".join(summary.split()),
+        "key": stable_hash(title or text),
+        "split": split,
+    }
+    return [sample]
 
 
 def stable_hash(text: str) -> int:
