@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch
+from chaos import is_over
+from conftest import ROOT, launch, wait_until
 
 
 def run(command: str) -> str:
@@ -110,6 +111,24 @@ def test_command_for_one_borrowed_gpu_ends_at_its_limit_and_keeps_its_output(tmp
     lines = plan(tmp_path / "out", "c", python=python, LIMIT="5").splitlines()
     assert lines[0].startswith("c-7b: exit code 124 after ")
     assert lines[1:] == ["| kept |", "c-70b: no time left"]
+
+
+def test_benchmark_that_is_killed_ends_torchrun_and_its_ranks(tmp_path):
+    rank = tmp_path / "rank.py"
+    file = tmp_path / "pids"
+    rank.write_text(f"""
+import os, time
+with open({str(file)!r}, "w") as file:
+    print(os.getppid(), os.getpid(), file=file)
+time.sleep(1000)
+""")
+    code = f"import common; common.launch(1, {str(rank)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "benchmarks")
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+    process.kill()
+    process.wait()
+    for pid in map(int, file.read_text().split()):
+        wait_until(lambda pid=pid: is_over(pid))
 
 
 def test_titles_of_the_sharding_picture_do_not_touch():
