@@ -223,7 +223,7 @@ MUTANTS = {
                "test_runs.py::test_validation_before_training_counts_for_best", "ci"),
         Mutant("optional/save_best.py", "state.best_loss = math.inf", "pass",
                "test_best.py::test_best_of_abandoned_steps_is_replaced", "ci"),
-        Mutant("core/export.py", "shutil.rmtree(old, ignore_errors=True)\n    if target",
+        Mutant("core/export.py", "clear(old)\n    if target",
                "if target", "test_export.py::test_complete_export_replaces_the_target_of_a_link"),
     ],
     "Code in a model, a data set or a checkpoint is never executed": [
