@@ -398,7 +398,7 @@ def load_weights(path: Path, model: nn.Module, names: set[str]) -> None:
 def load_moments(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Load the states of a model's optimizers, but not their settings."""
     moments = _new_moments(model, optimizers)
-    # Only parameters that have had a gradient have moments in the checkpoint.
+    # Only parameters that had a gradient have moments there.
     keys = Reader(path).read_metadata().state_dict_metadata
     saved = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in keys}
     moments["state"] = {name: x for name, x in moments["state"].items() if name in saved}
