@@ -1,4 +1,36 @@
-"""An exponential moving average of the weights; docs/change-a-script.md adds it to a script."""
+"""An exponential moving average of the weights.
+
+<!-- ema -->
+```diff
++    ema = Ema(model)
+     names = weights.saved_names(model)
+```
+
+```diff
+         checkpoint.load(newest, model, names, optimizers, state, vars(args.data))
++        checkpoint.read(newest, checkpoint.extra_state("ema", ema.state_dict()))
+```
+
+```diff
+         scaler.update()
++        ema.update(model)
+```
+
+```diff
+             tensors = snapshot(model, names, optimizers, state)
++            tensors |= checkpoint.extra_state("ema", ema.state_dict())
+```
+
+```diff
+                 grad_norm=grad_norm,
++                updates=ema.count,
+```
+
+```diff
+ from core.checkpoint import State
++from ema import Ema
+```
+"""
 
 import torch
 from torch import nn

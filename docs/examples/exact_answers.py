@@ -1,4 +1,24 @@
-"""A number of exact answers, for docs/change-a-script.md. It needs optional/rouge.py."""
+"""A number of exact answers, in llama_fsdp.py with --attention sdpa. Copy optional/rouge.py, too.
+
+<!-- exact answers -->
+```diff
+ import optional.paged as paged  # optional: paged
++import optional.rouge as rouge
++from exact_answers import share_of_exact_answers
+```
+
+```diff
+     run: Run = field(default_factory=lambda: replace(RUN))
++    summaries: rouge.Rouge = field(default_factory=rouge.Rouge)
+```
+
+```diff
+-    return mean_losses(totals)
++    rows = val_sets[min(val_sets)].dataset.take(20)
++    exact = share_of_exact_answers(args, device, model, rows)
++    return mean_losses(totals) | {"exact": exact}
+```
+"""
 
 from collections.abc import Sequence
 from typing import Any

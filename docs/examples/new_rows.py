@@ -1,4 +1,25 @@
-"""Train only the last rows of an embedding."""
+"""Only new rows of the embedding (and of a tied head) are trained, those of added tokens. Wrapping
+would drop a gradient hook.
+
+<!-- new rows -->
+```diff
+ import policies
++from new_rows import keep_rows
+```
+
+```diff
+     groups = parameter_groups(model, shapes, optim.weight_decay)
++    rows = weights.unwrapped(model).get_input_embeddings().weight
++    for group in groups:
++        group["params"] = [parameter for parameter in group["params"] if parameter is not rows]
++    groups.append({"params": [rows], "weight_decay": 0.0})
+```
+
+```diff
++        keep_rows(model, 50257)
+         grad_norm = policies.clip_gradients(model, optim.max_grad_norm)
+```
+"""
 
 import math
 

@@ -1,4 +1,21 @@
-"""A profile of one step, for docs/change-a-script.md."""
+"""A profile of one step.
+
+<!-- profile -->
+```diff
+ import policies
++from step_profile import profile_step
+```
+
+```diff
+     is_saved = True
++    profiler = profile_step(6, run.output_dir)
+```
+
+```diff
+         scaler.update()
++        profiler.step()
+```
+"""
 
 from pathlib import Path
 

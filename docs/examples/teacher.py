@@ -1,4 +1,30 @@
-"""Distillation of a teacher model, for docs/change-a-script.md. Each rank holds it whole."""
+"""Distillation of a teacher model with the same tokenizer, in T5_training.py. Each rank holds it
+whole.
+
+<!-- teacher -->
+```diff
+ import policies
++from teacher import Teacher
+```
+
+```diff
++TEACHER = Teacher()
++
++
+ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+```
+
+```diff
+-    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
++    loss = token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
++    return loss + TEACHER.loss(inputs, logits, batch["labels"])
+```
+
+```diff
++    TEACHER.load(MODEL.from_pretrained("google-t5/t5-large"), device)
+     start = state.step
+```
+"""
 
 import torch
 import torch.nn.functional as F

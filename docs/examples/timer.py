@@ -1,4 +1,21 @@
-"""Saves by time, for docs/change-a-script.md."""
+"""Saves by time: every half hour.
+
+<!-- save by time -->
+```diff
+ import policies
++from timer import Timer
+```
+
+```diff
+     is_saved = True
++    timer = Timer(minutes=30)
+```
+
+```diff
+         save_due = step in save_steps
++        save_due |= timer.is_due()
+```
+"""
 
 import time
 

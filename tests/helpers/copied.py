@@ -7,7 +7,9 @@ from types import ModuleType
 from conftest import ROOT
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
-EMA_SECTION = PAGE[PAGE.index("## EMA weights") : PAGE.index("## Recipes")]
+EXAMPLES = {path.stem: path.read_text() for path in (ROOT / "docs/examples").glob("*.py")}
+DOCSTRINGS = {name: text.split('"""')[1] for name, text in EXAMPLES.items()}
+EMA_SECTION = DOCSTRINGS["ema"]
 
 
 def diffs(text: str) -> dict[str, str]:
