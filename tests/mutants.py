@@ -1,4 +1,4 @@
-"""Break each guarantee by a small wrong change to a copy of the tree, and run the test that fails.
+"""Break each guarantee by a small wrong change to a copy, and run the test that must fail.
 
     python tests/mutants.py            # all; exits with 1 if a change passes its test
     python tests/mutants.py norm crc   # those with one of these words in their line
