@@ -235,8 +235,7 @@ def wrap_model(
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
     policy = policies.wrap_policy(blocks if is_tied else (*blocks, nn.Embedding, LossHead))
-    if sharding.activation_checkpointing != "none":
-        policies.checkpoint_blocks(model, blocks, sharding)
+    policies.checkpoint_blocks(model, blocks, sharding)
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
     initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)

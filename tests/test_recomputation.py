@@ -10,6 +10,7 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import policies
+from optional import selective
 
 
 @torch.library.custom_op("tests::fused_attention", mutates_args=())
@@ -88,14 +89,14 @@ def test_kernels_with_dropout_are_told_from_those_without(kernel):
     inputs = [torch.zeros(1)] * len(names)
     for rate in (0.0, 0.1):
         inputs[names.index("dropout_p")] = rate
-        assert policies.has_dropout(kernel, tuple(inputs), {}) == (rate > 0)
-        assert policies.has_dropout(kernel, (), {"dropout_p": rate}) == (rate > 0)
-    assert not policies.has_dropout(kernel, (), {})
+        assert selective.has_dropout(kernel, tuple(inputs), {}) == (rate > 0)
+        assert selective.has_dropout(kernel, (), {"dropout_p": rate}) == (rate > 0)
+    assert not selective.has_dropout(kernel, (), {})
 
 
 def test_kernel_for_packed_documents_has_no_dropout():
     kernel = torch.ops.torch_attn._varlen_attn.default
-    assert not policies.has_dropout(kernel, (torch.zeros(1),) * 6 + (True,), {})
+    assert not selective.has_dropout(kernel, (torch.zeros(1),) * 6 + (True,), {})
 
 
 @pytest.mark.parametrize("names, kept", [
@@ -108,5 +109,5 @@ def test_kernel_for_packed_documents_has_no_dropout():
 def test_last_product_of_a_block_is_not_kept(names, kept):
     products = names.split()
     numbers = range(1, len(products) + 1)
-    are_kept = [policies.is_product_kept(number, len(products)) for number in numbers]
+    are_kept = [selective.is_product_kept(number, len(products)) for number in numbers]
     assert [x for x, is_kept in zip(products, are_kept, strict=True) if is_kept] == kept.split()

@@ -385,8 +385,9 @@ def forward_pass(
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
     inputs stay, and one block's tensors at a time. `selective` also keeps what
-    policies.selective_contexts store.
+    optional/selective.py's contexts store.
     """
+    room = getattr(policies, "selective", None)  # an optional module
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     outside: Storages = {}  # what autograd keeps outside of the blocks
     blocks: list[Storages] = []  # and in each block
@@ -403,21 +404,23 @@ def forward_pass(
         keep = functools.partial(note, storages)
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
-    def run_block(products: int, forward: Callable, *values: Any, **options: Any) -> Any:
+    def run_block(block: nn.Module, forward: Callable, *values: Any, **options: Any) -> Any:
         pytree.tree_map_only(Tensor, functools.partial(note, inputs), (values, options))
         blocks.append({})
-        context, _ = policies.selective_contexts(products)
+        context: Any = contextlib.nullcontext()
+        if room:
+            context, _ = room.selective_contexts(room.count_products(block))
         with saved_in(blocks[-1]), context:
             output = forward(*values, **options)
-        for result in pytree.tree_leaves(context.storage):  # private, but the results it keeps
+        results = getattr(context, "storage", {})  # private, but the results it keeps
+        for result in pytree.tree_leaves(results):
             if hasattr(result, "val"):  # else a mark of one that is recomputed
                 note(kept, result.val)
         return output
 
     for module in model.modules():
         if isinstance(module, classes):
-            products = policies.count_products(module)
-            module.forward = functools.partial(run_block, products, module.forward)
+            module.forward = functools.partial(run_block, module, module.forward)
         if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
     ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
@@ -626,7 +629,9 @@ def is_accepted(args: Args) -> bool:
 def estimates(model: Model, args: Args) -> list[dict[str, Any]]:
     """Return a row for each strategy, offload and recomputation that the scripts accept."""
     rows = []
-    for strategy, offload, recomputed in itertools.product(STRATEGIES, (False, True), RECOMPUTED):
+    for strategy, offload, recomputed in itertools.product(
+        STRATEGIES, (False, True), policies.RECOMPUTATION
+    ):
         choice = replace(
             args, strategy=strategy, cpu_offload=offload, activation_checkpointing=recomputed
         )
