@@ -46,7 +46,8 @@ mutants: $(VENV)/ready
 
 # Every test, with all optional packages, also after one that fails.
 test-all: $(VENV)/ready
-	$(INSTALL) --quiet -r requirements-extras.txt -r benchmarks/requirements.txt -r tests/requirements.txt
+	$(INSTALL) --quiet -r requirements-extras.txt -r benchmarks/requirements.txt \
+	    kubernetes-validate
 	$(MAKE) --keep-going test test-ci test-slow mutants
 
 clean:

@@ -1,6 +1,6 @@
 """Compare the speed of the scripts with the trainers of TRL and Transformers, and with a bare loop.
 
-    pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
+    pip install -r requirements.txt -r benchmarks/requirements.txt
     python benchmarks/speed.py
     python benchmarks/speed.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
     python benchmarks/speed.py --preset gpu --processes 8 --against trainer
