@@ -192,8 +192,12 @@ def estimate(args: Any, options: Args) -> dict[str, float]:
         activation_checkpointing=sharding.activation_checkpointing,
     )
     if hasattr(args, "adapters"):  # an optional module
-        flags.lora_rank, flags.load_in_4bit = args.adapters.lora_rank, args.adapters.load_in_4bit
-    kernels = {memory_estimator.KERNEL: lambda query, key, *_, **__: 4 * query.numel() * key[2]}
+        flags.lora_rank = args.adapters.lora_rank
+        flags.load_in_4bit = args.adapters.load_in_4bit
+
+    kernels = {
+        memory_estimator.KERNEL: lambda query, key, *_, **__: 4 * query.numel() * key[2],
+    }
     with FlopCounterMode(display=False, custom_mapping=kernels) as forward:
         model = memory_estimator.Model(flags)
     sizes = memory_estimator.memory(model, flags)

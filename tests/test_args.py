@@ -197,7 +197,7 @@ def test_empty_output_directory_is_refused(flags):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--dataset"], ["--dataset", ""], ["--dataset="], ["--val-dataset"], ["--ignore-columns"],
+    ["--dataset"], ["--dataset", ""], ["--dataset="], ["--val-dataset"],
     ["--model-name", ""], ["--dataset-config", ""], ["--lora-targets"], ["--chat-template="],
 ])  # fmt: skip
 def test_empty_value_is_refused(flags):

@@ -26,8 +26,9 @@ FLAGS = {  # those that the script has
     "dataset": "docstrings.jsonl",
     "export_dtype": "fp32",
 }
-FLAGS |= {"num_train_samples": 64, "num_val_samples": 8, "block_size": 64}  # optional: prepare
-FLAGS |= {"max_seq_length": 128, "source_length": 64, "target_length": 16}  # optional: prepare
+FLAGS |= {"num_train_samples": 64, "num_val_samples": 8}  # optional: prepare
+FLAGS |= {"block_size": 64, "max_seq_length": 128}  # optional: prepare
+FLAGS |= {"source_length": 64, "target_length": 16}  # optional: prepare
 FOLDER = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -54,7 +55,9 @@ def main(kind: str, output: str, flags: list[str]) -> None:
         script.wrap_model = load
     if kind == "killed":
         script.save = save_and_die
-    names = [name for section in vars(script.TINY).values() for name in vars(section)]
+    names = []
+    for section in vars(script.TINY).values():
+        names += vars(section)
     sys.argv[1:] = ["--output-dir", output]
     for name in FLAGS.keys() & set(names):
         sys.argv += [f"--{name.replace('_', '-')}", str(FLAGS[name])]
@@ -65,14 +68,20 @@ def main(kind: str, output: str, flags: list[str]) -> None:
 def run(processes: int, kind: str, output: Path, *flags: str, fails: bool = False) -> None:
     """Run this file in a number of processes; fail with its output unless it ends as expected."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    words = [sys.executable, *launcher, __file__, kind, str(output), *flags]
-    result = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, cwd=FOLDER)
+    result = subprocess.run(
+        [sys.executable, *launcher, __file__, kind, str(output), *flags],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=FOLDER,
+    )
     assert (result.returncode != 0) == fails, result.stdout + result.stderr
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:
     """Return the losses in metrics.jsonl by step."""
-    lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+    text = (output / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     return {line["step"]: line["loss"] for line in lines if line["event"] == event}
 
 
