@@ -119,7 +119,7 @@ def test_demo_learns_unseen_dates(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_cpu_command_runs_from_another_directory(script, tmp_path):
-    write, train = (line for line in commands() if "docstrings.jsonl" in line)
+    write, train, *_ = (line for line in commands() if "docstrings.jsonl" in line)
     launch(0, *shlex.split(write)[1:], cwd=tmp_path)
     limits = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
     flags = [*shlex.split(train)[2:], *limits, "--output-dir", "here"]

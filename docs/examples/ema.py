@@ -27,7 +27,7 @@
 ```
 
 ```diff
- from core.checkpoint import State
+ from core.checkpoint import State, save, snapshot
 +from ema import Ema
 ```
 """
