@@ -20,7 +20,7 @@ def run(command: str) -> str:
 
 @pytest.mark.parametrize("flags", [
     "--ranks 8 --models tiny --strategies full_shard",
-    "--ranks 8 --models tiny --strategies full_shard --lora-rank 4",
+    "--ranks 8 --models tiny --strategies full_shard --lora-rank 8",
     "--ranks 8 --models tiny-gpt2 --strategies ddp",
     "--processes 1 --models tiny-t5 --strategies full_shard",
 ])  # fmt: skip
