@@ -104,7 +104,7 @@ def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
     output = tmp_path / "run"
     flags = [*flags, "--batch-size", 4, "--eval-every", 0, "--max-steps", 3, "--output-dir", output]
     output.mkdir()
-    (output / "tmp-best").touch()  # the directory cannot be created
+    (output / "tmp-best").symlink_to("nothing")  # the directory cannot be created
     assert start(gpt2_fsdp, *flags) == 1
     assert "error: best/ could not be written. Run the same command" in capfd.readouterr().err
     assert status(output) == "running" and (output / "final").is_dir()
