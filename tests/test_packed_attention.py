@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, modeling_flash_attention
 
 import chat_dataset
 import llama_fsdp
+import policies
 from core.ranks import Problem
 from optional import packed_attention
 from optional.packed_attention import Kernel
@@ -220,18 +221,14 @@ kernel.register_fake(lambda q, k, v, ends, longest, scale: torch.empty_like(q))
 def count_graphs(monkeypatch: pytest.MonkeyPatch, batches: list[tuple]) -> int:
     """Return how many graphs two compiled blocks of Llama have after batches of documents of these
     lengths, a list for each row."""
-    backend = functools.partialmethod(torch.nn.Module.compile, backend="eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", backend)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     longest_lengths.clear()
     model = loss_class(llama_fsdp)(LlamaConfig(vocab_size=384, **WIDE))
     packed_attention.register(kernel, 64)
     model.config._attn_implementation = "packed"
-    torch.compiler.config.recompile_limit = 64
-    for module in model.modules():
-        if isinstance(module, llama_fsdp.BLOCKS):
-            module.compile()
+    policies.compile_blocks(model, llama_fsdp.BLOCKS)
     with torch.no_grad():
         for rows in batches:
             batch = chat_dataset.collate(packed(*rows))
