@@ -68,6 +68,7 @@ WRONG = {  # patterns of a flag and a word that cannot be right, and what to pas
     "--output-dir ": "a directory",
     "--(?!output-dir|source-prefix)[a-z-]+ ": "a value, or leave it out",
     "--[a-z-]+ -1": "a number that its --help allows, or leave it out",
+    "--[a-z-]+ ([Tt]rue|[Ff]alse)": "--NAME or --no-NAME, without a value",
     r"--betas (-.*|[1-9][\d.]*)": "two numbers from 0 to below 1",
     r"--model-name .*\.(safetensors|bin|gguf|pth?|ckpt)": "the directory of the file",
     r"--(val-)?dataset .*\.(csv|tsv|jsonl?|parquet|txt),.*": "names with spaces, not commas",
@@ -85,32 +86,33 @@ NO_EFFECT = {  # flags, and patterns of others with which they do nothing
 def check(args: Any) -> None:
     """Exit with one message for all that is wrong in sys.argv and the variables of a launcher, or
     print a line for each flag without effect. `args` are a script's, with defaults. Any rank."""
-    defaults, problems = flags(args)
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "0")
+    if rank and int(rank) >= int(size):  # no other rank would print it
+        sys.exit(f"error: RANK is {rank}, but WORLD_SIZE {size}. Unset RANK, or use torchrun.")
+    defaults = flags(args)
     given = words_by_flag()
-    for flag in given:
-        if flag in OTHER_NAMES and flag not in defaults:
-            problems.append(f"For {flag}, {OTHER_NAMES[flag]}.")
-    for word in sys.argv[1:]:
-        name = re.sub("^-|=.*", "", word)  # of -lr or lr=1e-3
-        flag = "--" + name.replace("_", "-")
-        if name != word and flag in defaults:
-            problems.append(f"{word} is not a flag. Pass {flag}.")
+    problems = []
     notes = []
     settings = []
+    for word in sys.argv[1:]:
+        name = re.sub("^-|=.*", "", word)
+        flag = "--" + name.replace("_", "-")
+        if flag in defaults and name != word:  # -lr or lr=1e-3
+            problems.append(f"{word} is not a flag. Pass {flag}.")
+        flag = flag[1:]
+        if flag in OTHER_NAMES and flag not in defaults:
+            problems.append(f"For {flag}, {OTHER_NAMES[flag]}.")
     for flag, default in defaults.items():
-        lists = given.get(flag, []) + given.get(f"--no-{flag[2:]}", [])
-        words = [word for words in lists for word in words]
+        times = given.get(flag, []) + given.get(f"--no-{flag[2:]}", [])
+        words = [word for words in times for word in words]
         settings.append(f"{flag} {words[-1] if words else default}")
-        if isinstance(default, bool) and words and words[0].lower() in ("true", "false"):
-            problems.append(f"{flag} takes no value. Pass {flag} or --no-{flag[2:]}.")
         if isinstance(default, tuple) and flag != "--betas":
-            are_different = len(set(map(os.path.realpath, words))) == len(words)
-            if len(lists) > 1 or not are_different:
+            if len(times) > 1 or len(set(map(os.path.realpath, words))) < len(words):
                 problems.append(f"Pass {flag} once, with all its values, each of them once.")
-            if lists == [[]]:
+            if times == [[]]:
                 words = [""]
-        elif len(lists) > 1:
-            notes.append(f"{flag} is passed {len(lists)} times: the last one counts.")
+        elif len(times) > 1:
+            notes.append(f"{flag} is passed {len(times)} times: the last one counts.")
         for pattern, advice in WRONG.items():
             for word in words:
                 if re.fullmatch(pattern, f"{flag} {word}"):
@@ -119,27 +121,19 @@ def check(args: Any) -> None:
         for setting in settings:
             if flag in given and re.fullmatch(pattern, setting):
                 notes.append(f"{flag} has no effect with {setting}.")
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
-    if rank is not None and rank not in map(str, range(int(size or 0))):
-        # No other rank would print it.
-        sys.exit(f"error: RANK is {rank}, but WORLD_SIZE {size}. Unset RANK, or use torchrun.")
     if problems:
         finish(Problem(" ".join(problems)))
     for note in notes:
         print0(note)
 
 
-def flags(args: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the default of each flag, and a message for each that two sections of `args` have."""
-    defaults: dict[str, Any] = {}
-    problems = []
+def flags(args: Any) -> dict[str, Any]:
+    """Return the default of each flag of a script."""
+    defaults = {}
     for section in vars(args).values():
         for name, default in vars(section).items():
-            flag = "--" + name.replace("_", "-")
-            if flag in defaults:
-                problems.append(f"Two sections of Args have a field {name}. Rename one.")
-            defaults[flag] = default
-    return defaults, problems
+            defaults["--" + name.replace("_", "-")] = default
+    return defaults
 
 
 def words_by_flag() -> dict[str, list[list[str]]]:
@@ -147,9 +141,8 @@ def words_by_flag() -> dict[str, list[list[str]]]:
     given: dict[str, list[list[str]]] = {}
     words: list[str] = []
     for word in sys.argv[1:]:
-        if re.match("--[a-z]", word):
-            flag, sign, value = word.partition("=")
-            words = [value] if sign else []
+        if word.startswith("--"):
+            flag, *words = word.split("=", 1)
             given.setdefault(flag.replace("_", "-"), []).append(words)
         else:
             words.append(word)
