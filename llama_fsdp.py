@@ -330,7 +330,7 @@ def train(
     if start >= total_steps:
         print0(f"The run is finished at {start} steps. To train longer, raise --max-steps.")
         total_steps = start  # --max-steps may be lower
-    probe = summed_loss, token_loss, checks.chats(args.data), collate  # optional: startup_checks
+    probe = summed_loss, token_loss, collate  # optional: startup_checks
     checks.check_model(args, device, model, *probe)  # optional: startup_checks
     checks.check_parameters(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)

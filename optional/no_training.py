@@ -47,12 +47,7 @@ def choose_data(only: Only, load: Callable) -> Callable:
     """Return a function like `load`, the data module's, that loads only what is needed."""
     if only.evaluate_only:
         return partial(load, evaluate_only=True)
-    return no_data if only.export_only else load
-
-
-def no_data(*_: Any) -> tuple[None, dict]:
-    """Return no training set and no validation sets."""
-    return None, {}
+    return (lambda: (None, {})) if only.export_only else load
 
 
 def run(names: dict[str, Any]) -> None:
@@ -74,14 +69,18 @@ def run(names: dict[str, Any]) -> None:
             weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
         if hasattr(script, "more_identity"):
             checkpoint.compare_runs(newest, script.more_identity(model, tokenizer))
-        # Checkpoints lack weights that adapters freeze.
-        keys = checkpoint.Reader(newest).read_metadata().state_dict_metadata
-        saved_names = weights.saved_names(model) & {key.removeprefix("model.") for key in keys}
+        saved_names = weights.saved_names(model)
+        if hasattr(script, "lora"):  # an optional module
+            saved_names -= script.lora.frozen_names(model)
         checkpoint.load_weights(newest, model, saved_names)
     if only.export_only:
         script.export_model(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:
-        write_results(output / "evaluation.json", scores(script), asdict(args))
+        results = scores(script)
+        path = output / "evaluation.json"
+        text = json.dumps(results | {"arguments": asdict(args)}, indent=1, default=str)
+        ranks.on_rank_zero(path.write_text, text)
+        ranks.print0(f"{json.dumps(results, indent=1)}\nThe results are in {path}")
     ranks.finish()
 
 
@@ -89,18 +88,10 @@ def scores(script: SimpleNamespace) -> dict:
     """Return the losses of the validation sets and, if the script has summaries, their scores."""
     args, device, model, collate = script.args, script.device, script.model, script.collate
     _, val_sets = script.data
-    if hasattr(script, "checks"):  # an optional module, as `rouge`
-        samples = script.checks.samples(args.data)
-        probe = script.summed_loss, script.token_loss, samples, collate
-        script.checks.check_model(args, device, model, *probe)
+    if hasattr(script, "checks"):
+        losses = script.summed_loss, script.token_loss
+        script.checks.check_model(args, device, model, *losses, collate)
     results = script.validation(args, device, model, collate, val_sets, ranks.StopRequest())
     if hasattr(script, "rouge"):
         results |= script.rouge.evaluate(args, device, model, script.tokenizer, collate, val_sets)
     return results
-
-
-def write_results(path: Path, results: dict, arguments: dict) -> None:
-    """Print results, and write them to a file with the run's arguments."""
-    text = json.dumps(results | {"arguments": arguments}, indent=1, default=str)
-    ranks.on_rank_zero(path.write_text, text)
-    ranks.print0(f"{json.dumps(results, indent=1)}\nThe results are in {path}")

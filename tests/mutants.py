@@ -145,8 +145,8 @@ MUTANTS = {
                EDIT.format("GPT-2: not causal")),
         Mutant("optional/startup_checks.py", "_check_equal(document, after_itself, noise, LEAK)",
                "pass", EDIT.format("Llama: absolute positions")),
-        Mutant("optional/startup_checks.py", "max(rounding, 1e-5), OTHER", "9, OTHER",
-               EDIT.format("T5: another start")),
+        Mutant("optional/startup_checks.py", "torch.cat(own), max(rounding, 1e-5),",
+               "torch.cat(own), 9,", EDIT.format("T5: another start")),
     ],
     "Killing a run does not change its results": [
         Mutant("core/checkpoint.py", "load_moments(path, model, optimizers)\n    load_random",

@@ -43,10 +43,10 @@ COLLATE = "    collate = block_dataset.collate\n"
 HOOK = "    model.transformer.wte.weight.register_hook(lambda gradient: gradient * 0)\n"
 BEFORE_A_STEP = {  # changes to gpt2_fsdp.py, and the message
     "samples": ({DATA: f"{DATA}    data = Noisy(data[0]), data[1]\n", "class LossModel:": NOISY},
-                "The data set returns other values for the same samples.*MicroBatches in train"),
+                "or collate returns other values for the same samples.*MicroBatches in train"),
     "collate": ({COLLATE: COLLATE + "    collate = partial(hide, collate=collate)\n",
                  "class LossModel:": HIDE},
-                "collate returns other batches for the same samples"),
+                "or collate returns other values for the same samples"),
     "hook": ({WRAP: HOOK + WRAP}, "The gradient hook of transformer.wte.weight is dropped"),
     "half": ({"    shapes = weights.wh": "    model = model.half()\n    shapes = weights.wh"},
              r"transformer.wte.weight is trained in torch.float16.*Leave it in fp32"),

@@ -135,7 +135,7 @@ def evaluate_twice(args: gpt2_fsdp.Args, device: torch.device) -> list[float]:
     torch.manual_seed(0)
     model, blocks, _, initial = gpt2_fsdp.load_model(args, needs_weights=True)
     model = gpt2_fsdp.wrap_model(args, device, model, blocks, initial)
-    batch = block_dataset.collate(startup_checks.blocks())
+    batch = block_dataset.collate(startup_checks.examples(args.data))
     losses = []
     with torch.no_grad():
         for _ in range(2):
