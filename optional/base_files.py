@@ -41,10 +41,7 @@ def rewrite(
 def merge_settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict:
     """Return the settings in the file of the base, also unknown ones, with the values that the
     script has changed; without a file, those of `config`."""
-    version = {"transformers_version": transformers.__version__}
-    if not path.is_file():
-        return json.loads(config.to_json_string()) | version
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text() if path.is_file() else config.to_json_string())
     is_part = "text_config" in settings and settings["model_type"] != config.model_type
     if is_part:
         settings = settings["text_config"]
@@ -52,7 +49,7 @@ def merge_settings(config: PretrainedConfig | GenerationConfig, path: Path) -> d
     if is_part:  # other programs have other defaults for the part alone
         settings = json.loads(base_config.to_json_string(use_diff=False)) | settings
     apply_changes(settings, base_config.to_dict(), config.to_dict())
-    return settings | version
+    return settings | {"transformers_version": transformers.__version__}
 
 
 def apply_changes(settings: dict, before: dict, now: dict) -> None:
@@ -73,17 +70,15 @@ def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     if not base.is_dir():
         return
     original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    has_changed = repr(tokenizer) != repr(original)  # all settings but the template
-    if has_changed:
+    if repr(tokenizer) != repr(original):  # all settings but the template
         return
     for pattern in TOKENIZER_FILES:
         for file in base.glob(pattern):
             shutil.copyfile(file, directory / file.name)
     template = tokenizer.chat_template
-    path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    if template != original.chat_template and "chat_template" in settings:
-        _write_json(settings | {"chat_template": template}, path)
+    if template != original.chat_template:
+        path = directory / "tokenizer_config.json"
+        _write_json(json.loads(path.read_text()) | {"chat_template": template}, path)
 
 
 def _write_json(value: dict, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Advice on flags and variables that cannot be right. Without this file, an empty --output-dir is
+"""Advice on flags that cannot be right. Without this file, an empty --output-dir is
 the current directory, only the last part of a repeated list counts, flags without effect are not
 named, and errors are harder to read.
 """
@@ -10,60 +10,42 @@ from typing import Any
 
 from core.ranks import Problem, finish, print0
 
-RECIPE = "see the recipes in docs/change-a-script.md of the repository"
-GPUS = "set the variable CUDA_VISIBLE_DEVICES (empty: the CPU)"
-TOKENIZER = "pass --model-name, a directory that has it"
-TORCHRUN = "pass it to torchrun, before the script's name"
-OTHER_NAMES = {  # flags of other programs, and what to do here
-    "--adam-beta1": "pass --betas",
-    "--adam-beta2": "pass --betas",
-    "--beta1": "pass --betas",
-    "--beta2": "pass --betas",
-    "--bf16": "pass --precision bf16",
-    "--config": "pass flags: no file of them is read",
-    "--dataset-name": "pass --dataset",
-    "--deepspeed": "see --strategy and --cpu-offload",
-    "--device": GPUS,
-    "--dropout": RECIPE,
-    "--early-stopping-patience": RECIPE,
-    "--eval-interval": "pass --eval-every",
-    "--eval-steps": "pass --eval-every",
-    "--fp16": "pass --precision fp16",
-    "--grad-clip": "pass --max-grad-norm",
-    "--gradient-checkpointing": "pass --activation-checkpointing blocks",
-    "--label-smoothing-factor": RECIPE,
-    "--learning-rate": "pass --lr",
-    "--log-interval": "pass --log-every",
-    "--logging-steps": "pass --log-every",
-    "--lr-scheduler-type": "pass --lr-schedule",
-    "--max-iters": "pass --max-steps",
-    "--min-lr": "pass --min-lr-ratio, a fraction of --lr",
-    "--model-name-or-path": "pass --model-name",
-    "--nnodes": TORCHRUN,
-    "--no-cuda": GPUS,
-    "--nproc-per-node": TORCHRUN,
-    "--num-epochs": "pass --epochs",
-    "--num-train-epochs": "pass --epochs",
-    "--optim": RECIPE,
-    "--optimizer": RECIPE,
-    "--out-dir": "pass --output-dir",
-    "--overwrite-output-dir": "delete the directory, or pass another --output-dir",
-    "--per-device-eval-batch-size": "pass --batch-size",
-    "--per-device-train-batch-size": "pass --batch-size",
-    "--push-to-hub": "run hf upload NAME/MODEL OUTPUT_DIR/final afterwards",
-    "--report-to": "pass --track",
-    "--resume-from-checkpoint": "pass the same command again: the run in --output-dir resumes",
-    "--run-name": "set the variable WANDB_NAME, and pass --track wandb",
-    "--save-steps": "pass --save-every",
-    "--save-total-limit": "pass --keep-checkpoints",
-    "--tokenizer": TOKENIZER,
-    "--tokenizer-name": TOKENIZER,
-    "--torch-dtype": "pass --precision",
-    "--train-file": "pass --dataset",
-    "--validation-file": "pass --val-dataset",
-    "--wandb-project": "set the variable WANDB_PROJECT, and pass --track wandb",
-    "--warmup-iters": "pass --warmup-steps",
-}
+OTHER_NAMES = {  # what to do here, and the flags of other programs for it
+    "delete the directory, or pass another --output-dir": "--overwrite-output-dir",
+    "pass --activation-checkpointing blocks": "--gradient-checkpointing",
+    "pass --batch-size": "--per-device-eval-batch-size --per-device-train-batch-size",
+    "pass --betas": "--adam-beta1 --adam-beta2 --beta1 --beta2",
+    "pass --dataset": "--dataset-name --train-file",
+    "pass --epochs": "--num-epochs --num-train-epochs",
+    "pass --eval-every": "--eval-interval --eval-steps",
+    "pass --keep-checkpoints": "--save-total-limit",
+    "pass --log-every": "--log-interval --logging-steps",
+    "pass --lr": "--learning-rate",
+    "pass --lr-schedule": "--lr-scheduler-type",
+    "pass --max-grad-norm": "--grad-clip",
+    "pass --max-steps": "--max-iters",
+    "pass --min-lr-ratio, a fraction of --lr": "--min-lr",
+    "pass --model-name": "--model-name-or-path",
+    "pass --model-name, a directory that has it": "--tokenizer --tokenizer-name",
+    "pass --output-dir": "--out-dir",
+    "pass --precision": "--torch-dtype",
+    "pass --precision bf16": "--bf16",
+    "pass --precision fp16": "--fp16",
+    "pass --save-every": "--save-steps",
+    "pass --track": "--report-to",
+    "pass --val-dataset": "--validation-file",
+    "pass --warmup-steps": "--warmup-iters",
+    "pass flags: no file of them is read": "--config",
+    "pass it to torchrun, before the script's name": "--nnodes --nproc-per-node",
+    "pass the same command again: the run in --output-dir resumes": "--resume-from-checkpoint",
+    "run hf upload NAME/MODEL OUTPUT_DIR/final afterwards": "--push-to-hub",
+    "see --strategy and --cpu-offload": "--deepspeed",
+    "see the recipes in docs/change-a-script.md of the repository":
+        "--dropout --early-stopping-patience --label-smoothing-factor --optim --optimizer",
+    "set the variable CUDA_VISIBLE_DEVICES (empty: the CPU)": "--device --no-cuda",
+    "set the variable WANDB_NAME, and pass --track wandb": "--run-name",
+    "set the variable WANDB_PROJECT, and pass --track wandb": "--wandb-project",
+}  # fmt: skip
 WRONG = {  # patterns of a flag and a word that cannot be right, and what to pass
     "--output-dir ": "a directory",
     "--(?!output-dir|source-prefix)[a-z-]+ ": "a value, or leave it out",
@@ -84,12 +66,9 @@ NO_EFFECT = {  # flags, and patterns of others with which they do nothing
 
 
 def check(args: Any) -> None:
-    """Exit with one message for all that is wrong in sys.argv and the variables of a launcher, or
-    print a line for each flag without effect. `args` are a script's, with defaults. Any rank."""
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "0")
-    if rank and int(rank) >= int(size):  # no other rank would print it
-        sys.exit(f"error: RANK is {rank}, but WORLD_SIZE {size}. Unset RANK, or use torchrun.")
-    defaults = flags(args)
+    """Exit with one message for all that is wrong in sys.argv, or print a line for each flag
+    without effect. `args` are a script's, with defaults. Any rank."""
+    defaults = defaults_by_flag(args)
     given = words_by_flag()
     problems = []
     notes = []
@@ -100,8 +79,9 @@ def check(args: Any) -> None:
         if flag in defaults and name != word:  # -lr or lr=1e-3
             problems.append(f"{word} is not a flag. Pass {flag}.")
         flag = flag[1:]
-        if flag in OTHER_NAMES and flag not in defaults:
-            problems.append(f"For {flag}, {OTHER_NAMES[flag]}.")
+        for advice, flags in OTHER_NAMES.items():
+            if flag in flags.split() and flag not in defaults:
+                problems.append(f"For {flag}, {advice}.")
     for flag, default in defaults.items():
         times = given.get(flag, []) + given.get(f"--no-{flag[2:]}", [])
         words = [word for words in times for word in words]
@@ -127,7 +107,7 @@ def check(args: Any) -> None:
         print0(note)
 
 
-def flags(args: Any) -> dict[str, Any]:
+def defaults_by_flag(args: Any) -> dict[str, Any]:
     """Return the default of each flag of a script."""
     defaults = {}
     for section in vars(args).values():

@@ -20,12 +20,8 @@ def hold(directory: Path) -> None:
 
 
 def _hold(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"--output-dir {directory}: {error.strerror}. Pass another directory."
-        raise Problem(problem) from None
-    is_run = (directory / "status").exists() or (directory / "checkpoints").exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    is_run = (directory / "status").exists()
     for path in (directory / "best", directory / "final"):
         is_export = (path / "tokenizer_config.json").exists()
         if any(path.glob("*")) and not (is_run and is_export):

@@ -9,15 +9,20 @@ import torch
 from core.checkpoint import UNPICKLED
 from core.ranks import Problem
 
-DCP = "torch.distributed.checkpoint"
 # What `.metadata` may use. BytesStorageMetadata is missing, because DCP would unpickle its entry.
 ALLOWED = {
-    "pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout",
-    f"{DCP}.filesystem._StorageInfo", f"{DCP}.metadata.ChunkStorageMetadata",
-    f"{DCP}.metadata.Metadata", f"{DCP}.metadata.MetadataIndex", f"{DCP}.metadata.StorageMeta",
-    f"{DCP}.metadata.TensorProperties", f"{DCP}.metadata.TensorStorageMetadata",
-    f"{DCP}.metadata._MEM_FORMAT_ENCODING",
-}  # fmt: skip
+    "pathlib.PosixPath",
+    "torch.Size",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+}
 
 
 class _Unpickler(pickle.Unpickler):

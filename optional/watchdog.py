@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import re
 import sys
 import threading
 import time
@@ -18,7 +19,6 @@ from core import ranks
 from core.ranks import Problem
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
-FROM_LOADER = ("DataLoader", "in pin memory thread")  # in messages of PyTorch's loader
 _file: IO[str] | None = None  # open in a watched function
 _seconds = 0.0
 
@@ -31,16 +31,18 @@ def watch_start() -> None:
 
 
 def _watch_start() -> None:
-    time.sleep(WAIT_SECONDS)
-    if not dist.is_initialized():
-        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        others = "rank 0" if rank != "0" else "the others"
-        advice = "To train on one process, unset RANK."
-        print(f"Rank {rank} of {size} waits for {others}. {advice}", file=sys.stderr, flush=True)
-        time.sleep(ranks.JOIN_SECONDS)
-    if not dist.is_initialized():  # it waits in C++
-        print(f"error: {ranks.NOT_CONNECTED}", file=sys.stderr, flush=True)
-        os._exit(1)
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    others = "rank 0" if rank != "0" else "the others"
+    text = f"Rank {rank} of {size} waits for {others}. To train on one process, unset RANK."
+    for seconds, line in (
+        (WAIT_SECONDS, text),
+        (ranks.JOIN_SECONDS, f"error: {ranks.NOT_CONNECTED}"),
+    ):
+        time.sleep(seconds)
+        if dist.is_initialized():
+            return
+        print(line, file=sys.stderr, flush=True)
+    os._exit(1)  # it waits in C++
 
 
 def watched(train: Callable) -> Callable:
@@ -59,7 +61,7 @@ def watched(train: Callable) -> Callable:
             try:
                 return train(args, *others)
             except (OSError, RuntimeError, EOFError) as error:
-                if not any(words in str(error) for words in FROM_LOADER):
+                if not re.search("DataLoader|in pin memory thread", str(error)):
                     raise
                 raise Problem(
                     f"A worker process failed to load samples ({error}). Give the container more "

@@ -61,7 +61,7 @@ def test_help_of_a_flag_is_one_paragraph(name):
 def test_other_names_and_flags_without_effect_are_flags_of_the_script(name):
     fields = [vars(section) for section in vars(importlib.import_module(name).Args()).values()]
     flags = {"--" + field.replace("_", "-") for section in fields for field in section}
-    texts = [*flag_advice.OTHER_NAMES.values(), *itertools.chain(*flag_advice.NO_EFFECT.items())]
+    texts = [*flag_advice.OTHER_NAMES, *itertools.chain(*flag_advice.NO_EFFECT.items())]
     for text in texts:
         assert set(re.findall(r"--[a-z-]+", text)) <= flags, text
 
@@ -184,7 +184,8 @@ def test_output_directory_that_cannot_be_created_is_refused(tmp_path, capfd):
     for path in (tmp_path / "file", tmp_path / "file/run", tmp_path / ("x" * 300)):
         assert start(gpt2_fsdp, "--model-name", "tiny", "--output-dir", path) == 1
         message = capfd.readouterr().err
-        assert message.startswith(f"error: --output-dir {path}: ") and message.count("\n") == 1
+        assert message.startswith("error: [Errno ") and message.endswith(f": '{path}'\n")
+        assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--output-dir", ""], ["--output_dir="]])
@@ -241,16 +242,6 @@ def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batc
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     args = parse(llama_fsdp, "--global-batch-size", total, "--batch-size", limit)
     assert (args.optim.batch_size, args.optim.gradient_accumulation_steps) == micro_batches
-
-
-@pytest.mark.parametrize("size", [None, "2"])
-def test_rank_that_was_left_over_is_refused_at_once(size, monkeypatch):
-    monkeypatch.setenv("RANK", "2")
-    if size:
-        monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(SystemExit) as end:
-        flag_advice.check(gpt2_fsdp.TINY)
-    assert "Unset RANK" in end.value.code
 
 
 @pytest.mark.parametrize("flags, message", [
