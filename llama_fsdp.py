@@ -74,7 +74,6 @@ from core.steps import (
 MODEL = transformers.LlamaForCausalLM
 OTHER_SCRIPT = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
-NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
@@ -216,7 +215,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     model_class = type("LossModel", (LossModel, model_class), {})
     model, initial = weights.new_model(model_class, config, directory, needs_weights)
     export.add_stops(model.generation_config, stops, tokenizer)
-    fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
+    fused_norms.fuse(model)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, initial, blocks, tokenizer)  # optional: lora
     return model, blocks, tokenizer, initial

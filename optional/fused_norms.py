@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def fuse(model: nn.Module, default_class: type[nn.Module], norms: tuple[type, ...]) -> None:
-    """Replace the forward of plain RMS norms by PyTorch's, one kernel, not six: of the classes
-    `norms` in a model of class `default_class`, in others of all that have a `variance_epsilon`."""
-    is_default = isinstance(model, default_class)
+def fuse(model: nn.Module) -> None:
+    """Replace the forward of plain RMS norms by PyTorch's, one kernel, not six. They are found by
+    Transformers' name of their epsilon."""
     for module in model.modules():
-        is_norm = isinstance(module, norms) if is_default else hasattr(module, "variance_epsilon")
-        if is_norm:
+        if hasattr(module, "variance_epsilon"):
             module.__class__ = _fused_class(type(module))
 
 

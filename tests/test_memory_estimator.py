@@ -145,7 +145,7 @@ def test_activation_estimate_equals_live_storages(script, attention, kind, odd_m
         options["activation_function"] = "gelu_pytorch_tanh"
     model = module.MODEL.from_pretrained(odd_models[script], **options).train()
     if script != "gpt2_fsdp":
-        fused_norms.fuse(model, module.MODEL, module.NORMS)
+        fused_norms.fuse(model)
     if kind != "none":
         args = policies.Sharding(activation_checkpointing=kind)
         policies.checkpoint_blocks(model, module.BLOCKS, args)

@@ -214,7 +214,7 @@ def build(
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     if hasattr(script, "fused_norms"):  # an optional module
-        script.fused_norms.fuse(model, script.MODEL, script.NORMS)
+        script.fused_norms.fuse(model)
     return model, blocks
 
 
