@@ -142,9 +142,11 @@ def register(kernel: Callable, longest: int) -> None:
         name = type(module).__name__
         if cu_seq_lens_q is None:
             raise Problem(f"{name} does not pass cu_seq_lens_q on. Pass --attention sdpa.")
-        is_other = is_causal is False or not getattr(module, "is_causal", True)
-        features = {"attention_mask": attention_mask, "is_causal=False": is_other} | options
-        features["sliding_window"] = sliding_window is not None and sliding_window < longest
+        features = options | {
+            "attention_mask": attention_mask,
+            "is_causal=False": is_causal is False or not getattr(module, "is_causal", True),
+            "sliding_window": sliding_window is not None and sliding_window < longest,
+        }
         for feature, x in features.items():
             if feature not in IGNORED and (isinstance(x, Tensor) or x):
                 raise Problem(f"{name} needs {feature}. Pass --attention eager, or sdpa.")
