@@ -238,7 +238,7 @@ def wrap_model(
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
     initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
-    initializer.receive = lora.packing(initializer)  # optional: lora
+    initializer.receive = lora.packing(initializer.receive, model)  # optional: lora
     init = initializer.fill
     if sharding.strategy == "ddp":
         model.apply(init)

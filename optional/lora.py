@@ -81,12 +81,6 @@ def add(
         for path, module in layers.items():
             if path.rpartition(".")[2] not in in_fp32:
                 model.set_submodule(path, Linear4bit(module, dtype))
-    widths = [min(x.weight.shape) for n, x in layers.items() if n.rpartition(".")[2] in targets]
-    width = max(widths)
-    if options.lora_rank > width:
-        raise Problem(f"--lora-rank {options.lora_rank} is above {width}, the width of the layers.")
-    if name == "tiny":
-        ranks.print0("The base, tiny, is not saved: the adapters in final/ can be loaded nowhere.")
     base = Path(name)
     config = peft.LoraConfig(
         r=options.lora_rank, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
@@ -114,13 +108,15 @@ def add(
     base_digest = ranks.on_rank_zero(weights.digest, values)[:8]
     if initial:  # on rank 0
         fill_initial(initial, model)
-    check_markers(model, initial, tokenizer)
-    flags = f"--lora-rank {config.r} --lora-alpha {config.lora_alpha:g}"
-    flags += f" --lora-targets {' '.join(targets)}"
-    if options.load_in_4bit:
-        flags += " --load-in-4bit"
+        check_markers(model, initial, tokenizer)
     model.adapters = config
-    model.adapters_identity = f"{flags}, base {base_digest}"
+    model.adapters_identity = {
+        "--lora-rank": config.r,
+        "--lora-alpha": config.lora_alpha,
+        "--lora-targets": targets,
+        "--load-in-4bit": options.load_in_4bit,
+        "the base": base_digest,
+    }
 
 
 def fill_initial(initial: weights.Initial, model: nn.Module) -> None:
@@ -136,24 +132,22 @@ def fill_initial(initial: weights.Initial, model: nn.Module) -> None:
                 nn.init.kaiming_uniform_(initial[name], a=math.sqrt(5))
 
 
-def packing(initializer: weights.Initializer) -> Callable:
-    """Return the `receive` of an Initializer as a function that returns the weight of a Linear4bit
-    in 4 bits."""
-    receive = initializer.receive
-    modules = {path: module for module, path in initializer.paths.items()}
+def packing(receive: Callable, model: nn.Module) -> Callable:
+    """Return the `receive` of a model's Initializer as a function that returns the weight of a
+    Linear4bit in 4 bits."""
 
     def receive_packed(name: str) -> Tensor:
         tensor = receive(name)
-        module = modules[name.rpartition(".")[0]]
+        module = model.get_submodule(name.rpartition(".")[0])
         is_packed = isinstance(module, Linear4bit) and tensor.ndim == 2  # not the bias
         return module.quantize(tensor.float()) if is_packed else tensor
 
     return receive_packed
 
 
-def identity(model: nn.Module) -> dict[str, str]:
+def identity(model: nn.Module) -> dict[str, Any]:
     """Return what must stay the same in a resume: the adapters' shapes and their base."""
-    return {"adapters": getattr(model, "adapters_identity", "none")}
+    return getattr(model, "adapters_identity", {"--lora-rank": 0})
 
 
 def frozen_names(model: nn.Module) -> set[str]:
@@ -181,9 +175,7 @@ def projections(
 
 def check_markers(model: PreTrainedModel, initial: weights.Initial, tokenizer: Tokenizer) -> None:
     """Print a line if adapters freeze the embeddings of chat markers that were never trained: rows
-    that are all zero, or equal to each other."""
-    if not initial:  # on other ranks than 0
-        return
+    that are all zero, or equal to each other. Call on rank 0."""
     embedding = model.get_input_embeddings().weight
     name = next(name for name, x in model.named_parameters() if x is embedding)
     rows = {}
