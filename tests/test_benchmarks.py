@@ -18,10 +18,16 @@ def run(command: str) -> str:
     return launch(0, *f"benchmarks/{command}".split(), quiet_seconds=600).stdout
 
 
-@pytest.mark.parametrize("flags", [
+SLOW_TABLES = [
     "--ranks 8 --models tiny --strategies full_shard",
     "--ranks 8 --models tiny --strategies full_shard --lora-rank 8",
     "--ranks 8 --models tiny-gpt2 --strategies ddp",
+]
+
+
+@pytest.mark.parametrize("flags", [
+    *(pytest.param(flags, marks=pytest.mark.slow) for flags in SLOW_TABLES),
+    "--ranks 2 --models tiny --strategies full_shard --lora-rank 8",
     "--processes 1 --models tiny-t5 --strategies full_shard",
 ])  # fmt: skip
 def test_measured_bytes_equal_the_estimate(flags):
@@ -34,6 +40,7 @@ def test_measured_bytes_equal_the_estimate(flags):
         assert float(estimated) == pytest.approx(float(measured), rel=0.01)
 
 
+@pytest.mark.slow
 def test_largest_batch_is_searched():
     flags = "--ranks 2 --models tiny-gpt2 --length 64 --largest-batch --max-batch-size 3 --steps 1"
     table = run(f"memory.py {flags} --strategies full_shard")
@@ -91,13 +98,13 @@ def plan(output: Path, *phases: str, python: Path = Path(sys.executable), **more
     return (output / "summary.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("phases", ["c", pytest.param("", marks=pytest.mark.slow)])
-def test_plan_for_one_borrowed_gpu_starts_on_a_cpu(phases, tmp_path):
-    """One phase, and all. Tests of tests/test_gpu.py are skipped without a GPU."""
-    summary = plan(tmp_path, *phases, TINY="1", LIMIT="3600")
+def test_plan_for_one_borrowed_gpu_starts_on_a_cpu(tmp_path):
+    """Tests of tests/test_gpu.py are skipped without a GPU."""
+    summary = plan(tmp_path, TINY="1", LIMIT="3600")
     codes = re.findall(r"^(\S+): exit code (\d+)", summary, re.M)
-    assert {name[0] for name, _ in codes} == set(phases or "abcdefg")
+    assert {name[0] for name, _ in codes} == set("abcdefg")
     assert {code for _, code in codes} == {"0"}, summary
     with tarfile.open(tmp_path / "logs.tgz") as logs:
         assert {f"./{name}.txt" for name, _ in codes} <= set(logs.getnames())

@@ -10,7 +10,7 @@ from conftest import ROOT, SCRIPTS, SHORT, TINY, check_equal_runs, launch, losse
 from tools import copy_script
 
 FLAGS = [*TINY, "--num-train-samples", "32", "--num-val-samples", "4", "--batch-size", "1",
-         "--save-every", "2", "--max-steps", "10"]  # fmt: skip
+         "--save-every", "2", "--max-steps", "6"]  # fmt: skip
 PREPARE = [*ROOT.glob("prepare/*.py")]
 EACH_SCRIPT = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -60,16 +60,16 @@ def check_copy(script: str, models: dict[str, Path], tmp_path: Path, *without: s
         flags += ["--dataset", prepared / "prepared"]
     launch(2, copy / f"{script}.py", *flags, "--output-dir", tmp_path / "whole", cwd=copy)
     assert status(tmp_path / "whole") == "finished"
-    assert list(losses(tmp_path / "whole")) == list(range(1, 11))
+    assert list(losses(tmp_path / "whole")) == list(range(1, 7))
     # A copy of the worker runs the script beside it.
     worker = (ROOT / "tests/workers/killed.py").read_text().replace("parents[2]", "parent")
     (copy / "killed.py").write_text(worker)
     killed = tmp_path / "killed"
-    words = [script, 1, 8, *flags, "--output-dir", killed]
+    words = [script, 1, 6, *flags, "--output-dir", killed]
     launch(2, copy / "killed.py", *words, cwd=copy, check=False)
     assert status(killed) != "finished" and losses(killed)
     launch(2, copy / f"{script}.py", *flags, "--output-dir", killed, cwd=copy)
-    assert [line["step"] for line in metrics(killed, "start")] == [0, 6]
+    assert [line["step"] for line in metrics(killed, "start")] == [0, 4]
     check_equal_runs(killed, tmp_path / "whole")
 
 

@@ -54,9 +54,10 @@ COMPILED = ["--compile", *RECOMPUTED, *SHARED_VARIANTS["accumulate_no_sync"]]
 patched = mock.patch.multiple  # a context in which a module has other attributes
 
 
-def compile_without_compiler() -> None:
-    """Make --compile trace its graphs without compiling them. This takes seconds, not minutes."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+def compile_without_compiler(backend: str = "aot_eager") -> None:
+    """Make --compile trace its graphs without compiling them, with "eager" only those of forward
+    passes. This takes seconds, not minutes."""
+    torch.compile = functools.partial(torch.compile, backend=backend)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
