@@ -314,15 +314,15 @@ def train(
     checks.check_data(sets, collate)  # optional: startup_checks
     more = more_identity(model, tokenizer)
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
-    state.flags = vars(args.model) | vars(args.data) | vars(args.optim)
-    state.flags |= vars(args.adapters)  # optional: lora
+    state.add_flags(args.model, args.data, args.optim)
+    state.add_flags(args.adapters)  # optional: lora
     ends = weights.unwrapped(model).generation_config.eos_token_id  # optional: no_training
     state.chat = {"template": tokenizer.chat_template, "ends": ends}  # optional: no_training
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks
     if newest:
-        checkpoint.load(newest, model, names, optimizers, state, vars(args.data))
+        checkpoint.load(newest, model, names, optimizers, state)
         scaler.load_state_dict(state.scaler or scaler.state_dict())
         save_best.check(args, state, total_steps)  # optional: save_best
     start = state.step
@@ -334,10 +334,17 @@ def train(
     checks.check_parameters(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
-    facts = {"device": device.type, "arguments": asdict(args)}
+    facts = {
+        "samples": len(train_set),
+        "global_batch": sampler.global_batch,
+        "world_size": world_size,
+        "epoch_steps": epoch_steps,
+        "device": device.type,
+        "arguments": asdict(args),
+    }
     info = getattr(train_set, "info", None)  # optional: prepare
     facts["data"] = getattr(info, "description", "")  # optional: prepare
-    log.write("start", **sampler.sizes(), **facts)
+    log.write("start", **facts)
     stop = StopRequest()
     validated = args, device, model, tokenizer, collate, val_sets
     if state.needs_validation:  # at step 0, or because a stop interrupted it

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +43,14 @@ def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     } | flags
 
 
-def load(
-    args: Any,
-    tokenizer: Tokenizer,
-    evaluate_only: bool,
-    load_rows: Callable | None,
-) -> tuple:
-    """Return the training set, None with `evaluate_only`, and the validation sets by name: those of
-    a prepared directory, or what `load_rows` returns for other data. Raise Problem if a directory
-    is damaged, or was made for another script, tokenizer or template, or with other flags."""
+def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name of a
+    prepared directory. Raise Problem if --dataset is none, or is damaged, or was made for another
+    script, tokenizer or template, or with other flags."""
     name = args.dataset[0]
     notes = read_notes(args)
     if not notes:
-        if load_rows is None:
-            raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
-        return load_rows(args, tokenizer, evaluate_only)
+        raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
     for key, value in made_with(args, tokenizer).items():
         old = notes["made_with"].get(key, value)
         if old != value:

@@ -103,8 +103,8 @@ class Optim:
     def resolve(self, _: Any) -> None:
         """Cut --global-batch-size, if it is set, into the fewest micro-batches of at most
         --batch-size."""
-        samples, rest = divmod(self.global_batch_size, environment_size())
-        if samples and not rest and self.gradient_accumulation_steps == 1:
+        samples = self.global_batch_size // environment_size()
+        if samples and self.gradient_accumulation_steps == 1:
             size = min(self.batch_size, samples)
             while samples % size:
                 size -= 1
@@ -114,12 +114,10 @@ class Optim:
     def problems(self, _: Any) -> list[str]:
         """Return a message if --global-batch-size could not be cut."""
         total, processes = self.global_batch_size, environment_size()
-        steps = self.gradient_accumulation_steps
-        if total in (0, self.batch_size * steps * processes):
+        if total in (0, self.batch_size * self.gradient_accumulation_steps * processes):
             return []
-        if steps > 1:
-            return ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
-        return [f"--global-batch-size {total} is not a multiple of {processes} processes."]
+        return [f"--global-batch-size {total} is not a multiple of {processes} processes, or is "
+                "passed beside --gradient-accumulation-steps."]  # fmt: skip
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:

@@ -46,7 +46,7 @@ NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "transformers_version
 # Values of param_groups that `train` sets: they are not saved. Add those that yours schedules.
 SET_BY_TRAIN = {"params", "lr"}
 # Values in train_state.json of each start, or of the files.
-NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "processes", "sums", "crc")
+NOT_LOADED = ("identity", "flags", "hyperparameters", "files", "sums", "crc")
 
 
 @dataclass
@@ -64,7 +64,13 @@ class State:
     logged_step: int = 0  # the last train event's in metrics.jsonl
     loss_sums: list[float] = field(default_factory=list)  # each rank's, since that event
     scaler: dict = field(default_factory=dict)
-    flags: dict = field(default_factory=dict)  # a resume prints which have changed
+    flags: dict[str, str] = field(default_factory=dict)  # a resume prints which have changed
+
+    def add_flags(self, *sections: Any) -> None:
+        """Add the flags of sections of arguments, as text."""
+        for section in sections:
+            for name, value in vars(section).items():
+                self.flags["--" + name.replace("_", "-")] = str(value)
 
     def own_loss_sum(self) -> float:
         """Return this rank's loss sum, or its share if another number of ranks saved them."""
@@ -124,32 +130,28 @@ def model_identity(model: nn.Module, shapes: Shapes) -> str:
     return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
 
 
-def changed_flags(flags: dict, saved: dict) -> list[str]:
-    """Return a text for each of `flags` that differs from the state `saved`."""
+def changes(values: dict, old: dict) -> list[str]:
+    """Return a text for each of `values` that differs from the `old` one of its name."""
     texts = []
-    for name, value in json.loads(json.dumps(flags, default=str)).items():  # JSON has no tuples
-        was = saved["flags"].get(name)
+    for name, value in values.items():
+        was = old.get(name)
         if value != was:
-            texts.append(f"--{name.replace('_', '-')} is {value}, was {was}.")
+            texts.append(f"{name} is {value}, was {was}.")
     return texts
 
 
-def compare_runs(path: Path, identity: dict, data_flags: dict | None = None) -> dict:
+def compare_runs(path: Path, identity: dict, flags: dict) -> dict:
     """Return the state in a checkpoint. Raise Problem if a different run saved it: a value of
-    `identity` differs. If it is the data, name the `data_flags` that differ."""
+    `identity` differs. The message has the `flags` that differ, too."""
     saved = read_state(path)
     was = saved["identity"]
-    for name, value in identity.items():
-        if value != was.get(name):
-            difference = f"{name} is {value}, was {was.get(name)}."
-            if name == "data":
-                flags = changed_flags(data_flags or {}, saved)
-                difference = " ".join(flags) or "its rows changed."
-            raise Problem(
-                f"{path} was saved by a different run: {difference} "
-                f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
-                "or another --output-dir."
-            )
+    if differences := changes(identity, was):
+        others = " ".join(changes(flags, saved["flags"]))
+        raise Problem(
+            f"{path} was saved by a different run: {differences[0]} {others} "
+            f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
+            "or another --output-dir."
+        )
     return saved
 
 
@@ -167,11 +169,9 @@ def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], sta
 
 def compare_hyperparameters(optimizers: list[Optimizer], state: State) -> None:
     """Raise Problem if a value in the param_groups of optimizers is not that of the start."""
-    for name, value in hyperparameters(optimizers).items():
-        old = state.hyperparameters.get(name)
-        if value != old:
-            raise Problem(f"{name} is {value}, was {old}, and is not saved. If train sets it at "
-                          "each step, add it to SET_BY_TRAIN in core/checkpoint.py.")  # fmt: skip
+    if differences := changes(hyperparameters(optimizers), state.hyperparameters):
+        raise Problem(f"{differences[0]} It is not saved. If train sets it at each step, add its "
+                      "name to SET_BY_TRAIN in core/checkpoint.py.")  # fmt: skip
 
 
 def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -277,10 +277,7 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
     """Complete a checkpoint, delete old ones and write the status."""
     values = state_values(state)
     values["files"] = {file.name: file.stat().st_size for file in path.iterdir()}
-    values["processes"] = len(sums)
-    values["sums"] = {}
-    for of_rank in sums:
-        values["sums"] |= of_rank
+    values["sums"] = sums
     values["crc"] = crc_of(values)
     temporary = path / f"{STATE}.tmp"
     temporary.write_text(json.dumps(values, indent=1))
@@ -290,11 +287,11 @@ def _finish(run: Run, path: Path, state: State, sums: list[dict]) -> None:
 
 
 def state_values(state: State) -> dict:
-    """Return the values of a state as a resume reads them. Raise Problem if one but `flags`, which
-    are only printed, would not be the same."""
+    """Return the values of a state as a resume reads them. Raise Problem if one would not be the
+    same."""
     values = json.loads(json.dumps(vars(state), default=str, skipkeys=True))
     for name, value in vars(state).items():
-        if name != "flags" and repr(value) != repr(values[name]):
+        if repr(value) != repr(values[name]):
             raise Problem(f"state.{name} is {value!r}, and would be {values[name]!r} after a "
                           "resume. Use numbers, texts, lists, and dicts with texts as keys."
                           )  # fmt: skip
@@ -328,16 +325,9 @@ def is_complete(path: Path) -> bool:
         is_intact = values.pop("crc") == crc_of(values)
         sizes = {name: (path / name).stat().st_size for name in values["files"]}
         is_intact = is_intact and sizes == values["files"]
-        expected = vars(State({}, values["hyperparameters"])) | {"processes": 0, "sums": {}}
-        has_types = all(kind_of(values[name]) is kind_of(x) for name, x in expected.items())
-        return is_intact and has_types and path.name == f"step-{values['step']:08d}"
+        return is_intact and path.name == f"step-{values['step']:08d}"
     except Exception:  # text that is not such JSON raises many types
         return False
-
-
-def kind_of(value: Any) -> type:
-    """Return the type of a value of JSON; of all numbers float."""
-    return float if isinstance(value, int | float) else type(value)
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
@@ -369,13 +359,12 @@ def prune(directory: Path, keep: int, newest: Path) -> None:
 
 
 def load(
-    path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State,
-    data_flags: dict,
+    path: Path, model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State
 ) -> None:  # fmt: skip
     """Load a snapshot and, except NOT_LOADED, the values of its `state`. Raise Problem if it is of
     a different run."""
-    saved = compare_runs(path, state.identity, data_flags)
-    print0("\n".join([*changed_flags(state.flags, saved), f"Resuming from {path}"]))
+    saved = compare_runs(path, state.identity, state.flags)
+    print0("\n".join([*changes(state.flags, saved["flags"]), f"Resuming from {path}"]))
     UNPICKLED[path] = Reader(path).read_metadata()
     load_weights(path, model, names)  # first, so that a state dict of both is never in memory
     load_moments(path, model, optimizers)
@@ -423,9 +412,9 @@ def load_random_states(path: Path, saved: dict) -> None:
     """Restore the random generators of this rank; reseed them if another number of processes has
     `saved` them."""
     size = dist.get_world_size()
-    if saved["processes"] != size:
+    if len(saved["sums"]) != size:
         torch.manual_seed(saved["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
-        print0(f"Saved by {saved['processes']} processes, not {size}: dropout is reseeded.")
+        print0(f"Saved by {len(saved['sums'])} processes, not {size}: dropout is reseeded.")
         return
     states = _random_states()
     read(path, extra_state("random", states))

@@ -63,12 +63,12 @@ def run(names: dict[str, Any]) -> None:
         if newest is None:
             raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
         identity = {"model": checkpoint.model_identity(model, script.shapes)}
-        saved = checkpoint.compare_runs(newest, identity)
+        saved = checkpoint.compare_runs(newest, identity, {})
         if "chat" in saved and not only.evaluate_only:  # the data may not be there
             tokenizer.chat_template = saved["chat"]["template"]
             weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
         if hasattr(script, "more_identity"):
-            checkpoint.compare_runs(newest, script.more_identity(model, tokenizer))
+            checkpoint.compare_runs(newest, script.more_identity(model, tokenizer), {})
         saved_names = weights.saved_names(model)
         if hasattr(script, "lora"):  # an optional module
             saved_names -= script.lora.frozen_names(model)

@@ -248,7 +248,7 @@ def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batc
     (["--global-batch-size", 12], "12 is not a multiple of 8 processes"),
     (["--global-batch-size", 4], "4 is not a multiple of 8 processes"),
     (["--global-batch-size", 8, "--gradient-accumulation-steps", 2],
-     "Pass --global-batch-size or --gradient-accumulation-steps, not both."),
+     "8 is not a multiple of 8 processes, or is passed beside --gradient-accumulation-steps"),
 ])  # fmt: skip
 def test_impossible_batches_are_refused(flags, message, monkeypatch):
     monkeypatch.setenv("RANK", "0")

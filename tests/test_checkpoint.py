@@ -83,7 +83,8 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
         assert launch(processes, *killed, "--output-dir", output, check=False).returncode
     for path in output.glob("checkpoints/*"):
         names = {file.name for file in path.iterdir()} - {checkpoint.STATE}
-        assert checkpoint.read_state(path)["sums"].keys() == names
+        of_ranks = checkpoint.read_state(path)["sums"]
+        assert set().union(*of_ranks) == names and len(of_ranks) in (2, 4)
     assert start(gpt2_fsdp, *alone, "--strategy", "ddp", "--output-dir", output) == 0
     starts = [line["step"] for line in metrics(output, "start")]
     assert starts == [0, 2, 6, 6]
@@ -165,7 +166,7 @@ ODD = {  # texts of train_state.json, from its values
     "step as text": lambda values: changed(values, step="4"),
     "no identity": lambda values: changed(values, identity=None),
     "identity as list": lambda values: changed(values, identity=[]),
-    "no processes": lambda values: changed(values, processes=None),
+    "no sums": lambda values: changed(values, sums=None),
     "no tokens": lambda values: changed(values, tokens=None),
     "no files": lambda values: changed(values, files={}),
     "files as list": lambda values: changed(values, files=list(values["files"])),
@@ -181,23 +182,6 @@ def test_checkpoint_with_odd_values_is_skipped_with_its_name(odd, saved, capsys)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert checkpoint.find_newest(saved.parent) == saved / "step-00000002"
     assert f"{path.parent} is damaged" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", [
-    "identity", "step", "tokens", "needs_validation", "best_loss", "best_step", "logged_step",
-    "loss_sums", "scaler", "flags", "files", "processes", "sums",
-])  # fmt: skip
-def test_checkpoint_with_a_value_of_another_type_and_a_right_crc_is_skipped(name, saved):
-    path = saved / "step-00000004" / checkpoint.STATE
-    (saved.parent / "status").touch()
-    values = json.loads(path.read_text())
-    for other in ("text", None, [1], {"a": 1}, 1):
-        if checkpoint.kind_of(other) is checkpoint.kind_of(values[name]):
-            continue
-        odd = values | {name: other}
-        del odd["crc"]
-        path.write_text(json.dumps(odd | {"crc": checkpoint.crc_of(odd)}))
-        assert checkpoint.find_newest(saved.parent) == saved / "step-00000002", other
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing", "directory in place of its state"])
@@ -337,7 +321,7 @@ def test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks(r
     numbers = []
     for rank, seed, step in itertools.product((0, 1), (0, 9), (6, 7)):
         rank_of(rank, 2)
-        values = {"processes": 3, "identity": {"--seed": seed}, "step": step}
+        values = {"sums": [{}] * 3, "identity": {"--seed": seed}, "step": step}
         checkpoint.load_random_states(tmp_path, values)
         numbers.append(torch.rand(1).item())
     assert len(set(numbers)) == 8

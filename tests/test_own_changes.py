@@ -68,7 +68,7 @@ AFTER_A_STEP = {  # changes, the message, and the last step
     "numbers as keys": ({STOP: STOP + "        state.seen = {3: step}\n"},
                         "state.seen is {3: 1}, and would be {'3': 1} after a resume", 0),
     "scheduled": ({CLIP: "        group['weight_decay'] = 0.1 / step**2 + 0.1\n" + CLIP},
-                  "weight_decay of param_group 1 is 0.2, was 0.0, and is not saved. If", 0),
+                  r"weight_decay of param_group 1 is 0.2, was 0.0\. It is not saved\. If", 0),
 }  # fmt: skip
 
 

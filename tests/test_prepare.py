@@ -103,8 +103,8 @@ def test_export_only_needs_no_data(prepared, tmp_path):
     assert len(before) > 1
     shutil.rmtree(data)
     shutil.rmtree(tmp_path / "run/final")
-    state = {"load_rows": None, "chats": mock.Mock(answer_ends=lambda _: [])}  # without prepare/
-    with mock.patch.multiple(chat_dataset, **state):
+    chats = mock.Mock(answer_ends=lambda _: [], load=prepared_dataset.load)  # without prepare/
+    with mock.patch.object(chat_dataset, "chats", chats):
         assert start(llama_fsdp, *flags, "--export-only") == 0
         assert start(llama_fsdp, *flags, "--output-dir", tmp_path / "other") == 1
     assert [path.read_text() for path in files if path.exists()] == before

@@ -7,7 +7,7 @@
 ```
 
 ```diff
-         checkpoint.load(newest, model, names, optimizers, state, vars(args.data))
+         checkpoint.load(newest, model, names, optimizers, state)
 +        checkpoint.read(newest, checkpoint.extra_state("ema", ema.state_dict()))
 ```
 
