@@ -45,6 +45,7 @@ import optional.base_files as base_files  # optional: base_files
 import optional.checksums as checksums  # optional: checksums
 import optional.flag_advice as flag_advice  # optional: flag_advice
 import optional.fused_norms as fused_norms  # optional: fused_norms
+import optional.global_batch as global_batch  # optional: global_batch
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
 import optional.no_training as no_training  # optional: no_training
@@ -72,7 +73,6 @@ from core.steps import (
 )
 
 MODEL = transformers.LlamaForCausalLM
-OTHER_SCRIPT = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -111,6 +111,7 @@ class Args:
     data: chat_dataset.Data = field(default_factory=chat_dataset.Data)
     optim: Optim = field(default_factory=lambda: replace(OPTIM))
     optimizer: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
+    total: global_batch.Total = field(default_factory=global_batch.Total)  # optional: global_batch
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
     only: no_training.Only = field(default_factory=no_training.Only)  # optional: no_training
@@ -205,9 +206,7 @@ class LossModel:
 def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     name = args.model.model_name
-    directory, config, model_class, tokenizer = weights.open_model(
-        name, MODEL, OTHER_SCRIPT, TINY_CONFIG
-    )
+    directory, config, model_class, tokenizer = weights.open_model(name, MODEL, TINY_CONFIG)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     stops = chat_dataset.set_chat_template(tokenizer, args.data)  # in final/ too
     checks.check_length(args.data, "max_seq_length", config)  # optional: startup_checks
@@ -346,7 +345,8 @@ def train(
     facts["data"] = getattr(info, "description", "")  # optional: prepare
     log.write("start", **facts)
     stop = StopRequest()
-    validated = args, device, model, tokenizer, collate, val_sets
+    model.tokenizer = tokenizer  # optional: save_best
+    validated = args, device, model, collate, val_sets
     if state.needs_validation:  # at step 0, or because a stop interrupted it
         evaluate(*validated, state, log, stop)
 
@@ -457,7 +457,6 @@ def evaluate(
     args: Args,
     device: torch.device,
     model: nn.Module,
-    tokenizer: Tokenizer,
     collate: Callable,
     val_sets: dict,
     state: State,
@@ -476,7 +475,7 @@ def evaluate(
         log.write("val", **results)
         state.needs_validation = False
         watchdog.restart()  # optional: watchdog
-        how = export_model, model, tokenizer, stop.check  # optional: save_best
+        how = export_model, model, stop.check  # optional: save_best
         loss = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:
         return True

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.checkpoint import crc_of
+from core.checkpoint import changes, crc_of
 from core.ranks import Problem
 from core.weights import tokenizer_digest
 
@@ -36,11 +36,14 @@ def read_notes(args: Any) -> dict:
 
 def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return what decides the tokens, by name: the module of `args`, the tokenizer, the flags."""
-    flags = {f"--{name}": str(value) for name, value in vars(args).items() if name not in FREE}
-    return {
+    values = {
         "the data module": type(args).__module__,
         "the tokenizer and chat template": tokenizer_digest(tokenizer),
-    } | flags
+    }
+    for name, value in vars(args).items():
+        if name not in FREE:
+            values[f"--{name.replace('_', '-')}"] = str(value)
+    return values
 
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
@@ -51,12 +54,9 @@ def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     notes = read_notes(args)
     if not notes:
         raise Problem("Without prepare/, pass one --dataset, a directory of tools/prepare.py.")
-    for key, value in made_with(args, tokenizer).items():
-        old = notes["made_with"].get(key, value)
-        if old != value:
-            key = key.replace("_", "-")
-            raise Problem(f"{name} was prepared with {key} {old}, not {value}. Pass the same, or "
-                          "prepare it again.")  # fmt: skip
+    if differences := changes(made_with(args, tokenizer), notes["made_with"]):
+        raise Problem(f"{name} was prepared otherwise: {differences[0]} Pass the same, or prepare "
+                      "it again.")  # fmt: skip
     path = Path(name).expanduser()
     for file, crc in notes["files"].items():
         with contextlib.suppress(FileNotFoundError):

@@ -46,7 +46,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ByT5Tokenizer
 
 from core import ranks, weights
-from core.args import Switch
 from core.ranks import Batch
 from tools import memory_estimator
 
@@ -71,7 +70,7 @@ class Args:
     steps: int = 2  # timed steps, after two others
     peak_tflops: float = 989.0  # of the data sheet (default: H100, bf16)
     memory_limit_gb: float = 0.0  # of a GPU (0: all)
-    largest_batch: Switch = False  # search the largest batch that fits
+    largest_batch: bool = False  # search the largest batch that fits
     max_batch_size: int = 1024  # limit of the search
     trial: tuple[str, ...] = ()  # passed by this program: a model, its directory
 

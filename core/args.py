@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import tyro
 
-from .ranks import Problem, environment_size, finish
+from .ranks import Problem, finish
 
 
 class Range(NamedTuple):
@@ -25,10 +25,7 @@ Interval = Annotated[int | None, Range(0)]
 Positive = Annotated[float, Range(1e-12)]
 NonNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
-Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # off by default
-# The default of a list in its help: tyro would write "(default: )" if it is empty.
-ListDefault = tyro.conf.arg(help_behavior_hint=lambda names: names and f"(default: {names})")
-Names = Annotated[tuple[str, ...], ListDefault]
+Names = tuple[str, ...]
 
 
 @dataclass
@@ -57,7 +54,7 @@ class Run:
     """newest checkpoints to keep"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype of exported weights"""
-    timeout_minutes: Annotated[float, Range(1e-12, 30_000)] = 30.0
+    timeout_minutes: Positive = 30.0
     """limit for a collective or download"""
 
 
@@ -69,9 +66,7 @@ class Optim:
     """samples per process and micro-batch"""
     gradient_accumulation_steps: Count = 1
     """micro-batches per step"""
-    global_batch_size: Size = 0
-    """samples per step, in micro-batches of at most --batch-size; 0: the two flags above decide"""
-    accumulate_no_sync: Switch = False
+    accumulate_no_sync: bool = False
     """communicate once per step; each process then holds the whole gradient"""
     num_workers: Size = 0
     """processes per rank that load samples"""
@@ -99,25 +94,6 @@ class Optim:
     """clip gradients to this norm; 0: do not clip"""
     seed: Size = 0
     """random seed of weights, data order and dropout"""
-
-    def resolve(self, _: Any) -> None:
-        """Cut --global-batch-size, if it is set, into the fewest micro-batches of at most
-        --batch-size."""
-        samples = self.global_batch_size // environment_size()
-        if samples and self.gradient_accumulation_steps == 1:
-            size = min(self.batch_size, samples)
-            while samples % size:
-                size -= 1
-            self.batch_size = size
-            self.gradient_accumulation_steps = samples // size
-
-    def problems(self, _: Any) -> list[str]:
-        """Return a message if --global-batch-size could not be cut."""
-        total, processes = self.global_batch_size, environment_size()
-        if total in (0, self.batch_size * self.gradient_accumulation_steps * processes):
-            return []
-        return [f"--global-batch-size {total} is not a multiple of {processes} processes, or is "
-                "passed beside --gradient-accumulation-steps."]  # fmt: skip
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:

@@ -82,18 +82,18 @@ class State:
 
 def new_state(
     script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
-    optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any] | None = None,
+    optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any],
 ) -> State:  # fmt: skip
     """Return the state of a run at step 0. `more` is compared in a resume too. Raise Problem if the
     identity differs between ranks."""
     identity = {  # a message names the first difference
         "script": Path(script).stem,
-        **(more or {}),
+        **more,
         "model": model_identity(model, shapes),
         "--seed": sampler.seed,
         "data": [fingerprint(samples) for samples in sets],
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
-        "global batch": sampler.global_batch,
+        "--batch-size x accumulation steps x processes": sampler.global_batch,
     }
     return State(ranks.compare_ranks(identity), hyperparameters(optimizers))
 
@@ -102,8 +102,7 @@ def fingerprint(samples: Any) -> str:
     """Return the length of a data set and a CRC of at most 256 of its samples."""
     step = len(samples) // 256 + 1
     some = [samples[i] for i in range(0, len(samples), step)]
-    text = json.dumps(some, default=as_json)
-    return f"{len(samples):,} samples, crc {zlib.crc32(text.encode()):08x}"
+    return f"{len(samples):,} samples, crc {crc_of(some):08x}"
 
 
 def as_json(value: Any) -> Any:
@@ -125,9 +124,8 @@ def hyperparameters(optimizers: list[Optimizer]) -> dict[str, str]:
 def model_identity(model: nn.Module, shapes: Shapes) -> str:
     """Return a digest of a model's config and parameter shapes."""
     config = unwrapped(model).config
-    text = json.dumps([shapes, config.to_diff_dict() | dict.fromkeys(NOT_COMPARED)], sort_keys=True,
-                      default=str)  # fmt: skip
-    return f"{config.model_type}, {zlib.crc32(text.encode()):08x}"
+    fields = config.to_diff_dict() | dict.fromkeys(NOT_COMPARED)
+    return f"{config.model_type}, {crc_of([shapes, fields]):08x}"
 
 
 def changes(values: dict, old: dict) -> list[str]:
@@ -144,13 +142,11 @@ def compare_runs(path: Path, identity: dict, flags: dict) -> dict:
     """Return the state in a checkpoint. Raise Problem if a different run saved it: a value of
     `identity` differs. The message has the `flags` that differ, too."""
     saved = read_state(path)
-    was = saved["identity"]
-    if differences := changes(identity, was):
+    if differences := changes(identity, saved["identity"]):
         others = " ".join(changes(flags, saved["flags"]))
         raise Problem(
             f"{path} was saved by a different run: {differences[0]} {others} "
-            f"Pass its model, data, flags and --global-batch-size {was.get('global batch')}, "
-            "or another --output-dir."
+            "Pass its model, data, flags and samples per step, or another --output-dir."
         )
     return saved
 
@@ -178,9 +174,10 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
     """Return tensors to save, or to `read`, besides a snapshot. Those that are not DTensors belong
     to one rank, which their keys name: a resume needs as many."""
     rank = f" of rank {dist.get_rank()} of {dist.get_world_size()}"
-    by_key = {}
-    for key, tensor in tensors.items():
-        by_key[key if isinstance(tensor, DTensor) else key + rank] = tensor
+    by_key = {
+        key if isinstance(tensor, DTensor) else key + rank: tensor
+        for key, tensor in tensors.items()
+    }
     return {name: by_key}
 
 
@@ -239,8 +236,7 @@ def save(
         sums = on_every_rank(file_sums, path)
         on_rank_zero(_finish, run, path, state, sums)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
-        if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)  # frees space on a full disk
+        on_rank_zero(clear, path)  # frees space on a full disk
         *_, reason = (str(error).strip() or repr(error)).splitlines()
         problem = f"{path} could not be saved: {reason}."
         if must_succeed:
@@ -298,9 +294,9 @@ def state_values(state: State) -> dict:
     return values
 
 
-def crc_of(values: dict) -> int:
-    """Return a CRC of values as JSON."""
-    return zlib.crc32(json.dumps(values).encode())
+def crc_of(values: Any) -> int:
+    """Return a CRC of nested dicts and lists, as JSON."""
+    return zlib.crc32(json.dumps(values, sort_keys=True, default=as_json).encode())
 
 
 def read_state(path: Path) -> dict:
@@ -324,8 +320,7 @@ def is_complete(path: Path) -> bool:
         values = read_state(path)
         is_intact = values.pop("crc") == crc_of(values)
         sizes = {name: (path / name).stat().st_size for name in values["files"]}
-        is_intact = is_intact and sizes == values["files"]
-        return is_intact and path.name == f"step-{values['step']:08d}"
+        return is_intact and sizes == values["files"]
     except Exception:  # text that is not such JSON raises many types
         return False
 

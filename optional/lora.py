@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
+import tyro
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -20,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import policies
 from core import export, ranks, weights
-from core.args import Fraction, Names, Positive, Size, Switch
+from core.args import Fraction, Names, Positive, Size
 from core.ranks import Problem
 
 ADAPTER = ".lora_"  # part of an adapter's name
@@ -38,9 +39,9 @@ class Lora:
     """scales their output by alpha / rank"""
     lora_dropout: Fraction = 0.0
     """dropout rate of their inputs"""
-    lora_targets: Names = ()
+    lora_targets: Annotated[Names, tyro.conf.arg(help_behavior_hint="")] = ()
     """projections with adapters, such as q_proj v_proj; none: all in the blocks"""
-    load_in_4bit: Switch = False
+    load_in_4bit: bool = False
     """hold frozen projections in NF4 (QLoRA)"""
 
     def resolve(self, args: Any) -> None:

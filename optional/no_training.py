@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from core import checkpoint, ranks, weights
-from core.args import Switch
 from core.ranks import Problem
 
 
@@ -18,9 +17,9 @@ from core.ranks import Problem
 class Only:
     """What to do in place of training."""
 
-    evaluate_only: Switch = False
+    evaluate_only: bool = False
     """validate --model-name, or with --export-only what is exported"""
-    export_only: Switch = False
+    export_only: bool = False
     """export the newest checkpoint to final/"""
 
 

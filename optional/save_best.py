@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.checkpoint import State
 from core.ranks import on_rank_zero, print0
@@ -27,8 +26,7 @@ def never() -> Best:
 
 
 def write(
-    args: Any, state: State, loss: float, export: Callable, model: nn.Module,
-    tokenizer: Tokenizer, check_stop: Callable,
+    args: Any, state: State, loss: float, export: Callable, model: nn.Module, check_stop: Callable
 ) -> float:  # fmt: skip
     """Write best/ by `export`, and its step, if `loss` is the lowest, and return it. If that fails,
     print the reason and return inf; then, and after a stop, a resume repeats the validation."""
@@ -37,7 +35,7 @@ def write(
         return loss
     state.needs_validation = True
     try:
-        export(model, tokenizer, path, args.run.export_dtype, check_stop)
+        export(model, model.tokenizer, path, args.run.export_dtype, check_stop)
         on_rank_zero((path / "step").write_text, str(state.step))
     except OSError as error:
         print0(f"best/ could not be written ({error}).")

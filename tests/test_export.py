@@ -82,7 +82,7 @@ def load(model_class: type, config: object, directory: Path | None) -> nn.Module
 def export_base(base: Path, final: Path, kind: str, dtype: str = "fp32") -> dict:
     """Load a base as the scripts do, and export it; return the export's config.json."""
     own = getattr(transformers, kind)
-    directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
+    directory, config, kind, tokenizer = weights.open_model(str(base), own)
     model = load(kind, config, directory)
     tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
     EXPORT(model, tokenizer, final, dtype)
@@ -124,7 +124,7 @@ def test_exports_without_the_base_s_files_reload_with_equal_logits(
         config.pop("rope_parameters", None)
         (base / "config.json").write_text(json.dumps(config | keys | {"torch_dtype": "bfloat16"}))
     own = getattr(transformers, OLDER[name][0])
-    directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
+    directory, config, kind, tokenizer = weights.open_model(str(base), own)
     model = load(kind, config, directory).eval()
     tokenizer(["a text"], truncation=True, max_length=3, padding="max_length")
     export.export_model(model, tokenizer, final, "fp32")
@@ -150,7 +150,7 @@ def test_settings_that_a_script_changes_are_written(llama, tmp_path):
             "original_max_position_embeddings": 256}  # fmt: skip
 
     own = transformers.LlamaForCausalLM
-    directory, config, kind, tokenizer = weights.open_model(str(llama), own, "")
+    directory, config, kind, tokenizer = weights.open_model(str(llama), own)
     config.rope_parameters = yarn
     config.max_position_embeddings = 1024
     model = load(kind, config, directory)
@@ -216,7 +216,7 @@ def test_tensors_have_the_names_of_the_base_s_file(
         tensors = load_file(base / "model.safetensors")
         tensors = {name.removeprefix("transformer."): x for name, x in tensors.items()}
         save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    directory, config, kind, tokenizer = weights.open_model(str(base), own, "")
+    directory, config, kind, tokenizer = weights.open_model(str(base), own)
     model, initial = weights.new_model(kind, config, directory, needs_weights)
     model.apply(weights.Initializer(model, initial, torch.device("cpu")).fill)
     export.export_model(model, tokenizer, final, "fp32")

@@ -68,10 +68,10 @@ def prepared(chats, tmp_path_factory):
 @pytest.mark.parametrize("script, changes, message", [
     ("llama_fsdp", {}, None),
     ("llama_fsdp", {"chat_template": "chatml"}, "with the tokenizer and chat template [0-9a-f]"),
-    ("llama_fsdp", {"max_seq_length": 32}, "with --max-seq-length 512, not 32. Pass the same, or"),
-    ("llama_fsdp", {"text_column": "x"}, "with --text-column None, not x. Pass the same, or"),
-    ("llama_fsdp", {"num_train_samples": 9}, "with --num-train-samples 600, not 9."),
-    ("gpt2_fsdp", {"num_train_samples": 600}, "the data module chat_dataset, not block_dataset"),
+    ("llama_fsdp", {"max_seq_length": 32}, "--max-seq-length is 32, was 512. Pass the same, or"),
+    ("llama_fsdp", {"text_column": "x"}, "--text-column is x, was None. Pass the same, or"),
+    ("llama_fsdp", {"num_train_samples": 9}, "otherwise: --num-train-samples is 9, was 600."),
+    ("gpt2_fsdp", {"num_train_samples": 600}, "the data module is block_dataset, was chat_dataset"),
 ])  # fmt: skip
 def test_directory_is_refused_unless_it_was_prepared_for_the_run(
     script, changes, message, prepared

@@ -331,7 +331,7 @@ def test_resume_rejects_changed_data_and_models(finished, flags, gpt2_directory,
     error = capfd.readouterr().err
     assert re.search(data + "--block-size is 16, was 32. .*Pass its model", error)
     assert run(flags, finished, "--batch-size", "2") == 1
-    assert "--global-batch-size 4, or another" in capfd.readouterr().err
+    assert "--batch-size x accumulation steps x processes is 2, was 4." in capfd.readouterr().err
     other = Path(shutil.copytree(gpt2_directory, tmp_path / "heads"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"n_head": 2}))

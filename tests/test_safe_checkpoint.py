@@ -125,6 +125,6 @@ def test_code_of_a_model_is_never_run(name, process_group, llama_directory, mark
         torch.save({"lm_head.weight": Hostile(marker)}, directory / name)
     message = "custom code" if name in THEIRS else "model.safetensors"
     with pytest.raises((OSError, ValueError), match=message):
-        _, config, *_ = weights.open_model(str(directory), LlamaForCausalLM, "")
+        _, config, *_ = weights.open_model(str(directory), LlamaForCausalLM)
         weights.new_model(LlamaForCausalLM, config, directory)
     assert not marker.exists()

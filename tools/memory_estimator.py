@@ -46,7 +46,7 @@ from transformers.pytorch_utils import Conv1D
 
 import policies
 from core import ranks, weights
-from core.args import Names, Switch
+from core.args import Names
 from core.chunked_loss import CHUNK
 
 Storages = dict[int, torch.UntypedStorage]  # by address
@@ -124,9 +124,10 @@ class Args:
     attention: Literal["fused", "eager"] = "fused"  # eager also keeps the score matrices
     optimizer: Literal["adamw", "paged_adamw_32bit"] = "adamw"  # paged: moments on the CPU
     lora_rank: int = 0  # adapters of this rank; 0: train all weights
-    lora_targets: Names = ()  # projections with adapters; none: all in the blocks
-    load_in_4bit: Switch = False  # hold frozen projections in NF4 (QLoRA)
-    json: Switch = False  # print JSON, in bytes
+    # projections with adapters; none: all in the blocks
+    lora_targets: Annotated[Names, tyro.conf.arg(help_behavior_hint="")] = ()
+    load_in_4bit: bool = False  # hold frozen projections in NF4 (QLoRA)
+    json: bool = False  # print JSON, in bytes
     strategy: Annotated[str, tyro.conf.Suppress] = "full_shard"
     cpu_offload: Annotated[bool, tyro.conf.Suppress] = False
     activation_checkpointing: Annotated[str, tyro.conf.Suppress] = "none"
@@ -204,7 +205,7 @@ def build(
     """Return the model of a config on meta and the classes of its blocks: the script's own model,
     or the one that the Auto class has for it. Of a multimodal model, return the text part. Raise
     Problem if there is none."""
-    config, model_class = weights.choose_class(config, script.MODEL, script.OTHER_SCRIPT)
+    config, model_class = weights.choose_class(config, script.MODEL)
     config._attn_implementation = "estimate"
     with contextlib.redirect_stdout(io.StringIO()):
         weights.prepare_config(config)

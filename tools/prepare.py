@@ -36,8 +36,7 @@ def prepare(script: ModuleType, args: Any) -> Path:
     name = args.model.model_name
     if name != "tiny":  # a directory without weights
         name = str(weights.find_directory(name, weights.SETTINGS))
-    model = script.MODEL, script.OTHER_SCRIPT, script.TINY_CONFIG
-    *_, tokenizer = weights.open_model(name, *model)
+    *_, tokenizer = weights.open_model(name, script.MODEL, script.TINY_CONFIG)
     data_module = sys.modules[type(args.data).__module__]  # with the section of its flags
     notes = {}
     if hasattr(data_module, "set_chat_template"):
