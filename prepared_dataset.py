@@ -48,7 +48,7 @@ def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
 
 def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
     """Return the training set, None with `evaluate_only`, and the validation sets by name of a
-    prepared directory. Raise Problem if --dataset is none, or is damaged, or was made for another
+    prepared directory. Raise Problem if there is none, or if it is damaged, or was made for another
     script, tokenizer or template, or with other flags."""
     name = args.dataset[0]
     notes = read_notes(args)

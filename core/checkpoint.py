@@ -64,7 +64,7 @@ class State:
     logged_step: int = 0  # the last train event's in metrics.jsonl
     loss_sums: list[float] = field(default_factory=list)  # each rank's, since that event
     scaler: dict = field(default_factory=dict)
-    flags: dict[str, str] = field(default_factory=dict)  # a resume prints which have changed
+    flags: dict = field(default_factory=dict)  # as text; a resume prints those that differ
 
     def add_flags(self, *sections: Any) -> None:
         """Add the flags of sections of arguments, as text."""
@@ -196,11 +196,11 @@ class Planner(dcp.DefaultSavePlanner):
         return data
 
 
-UNPICKLED: dict[Path, Any] = {}  # .metadata by checkpoint, while it is loaded
+UNPICKLED: dict[Path, Any] = {}  # .metadata by checkpoint, until the end of `load`
 
 
 class Reader(dcp.FileSystemReader):
-    """Does not read .metadata again: it has 45 MB for 70B on 512 ranks."""
+    """Reads .metadata only if it is not in UNPICKLED: it has 45 MB for 70B on 512 ranks."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         """Return the metadata of the checkpoint."""
@@ -215,7 +215,9 @@ class Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            raise error.__context__ or error from None
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def save(
@@ -237,8 +239,8 @@ def save(
         on_rank_zero(_finish, run, path, state, sums)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
         on_rank_zero(clear, path)  # frees space on a full disk
-        *_, reason = (str(error).strip() or repr(error)).splitlines()
-        problem = f"{path} could not be saved: {reason}."
+        lines = (str(error).strip() or repr(error)).splitlines()  # the first ones are a traceback
+        problem = f"{path} could not be saved: {lines[-1]}."
         if must_succeed:
             raise OSError(problem) from None
         print0(f"{problem} The next save tries again.")
