@@ -61,7 +61,7 @@ def test_hostile_checkpoint_runs_no_code(attack, name, texts, marker, tmp_path, 
     attack(metadata, marker)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     state = json.loads((path / "train_state.json").read_text())
-    state["sums"] = {}
+    state["sums"] = [{} for _ in state["sums"]]
     del state["crc"]
     state["files"][".metadata"] = (path / ".metadata").stat().st_size
     state["crc"] = checkpoint.crc_of(state)
