@@ -118,8 +118,8 @@ def defaults_by_flag(args: Any) -> dict[str, Any]:
 
 def words_by_flag() -> dict[str, list[list[str]]]:
     """Return by flag the words after it in sys.argv, a list for each time that it is passed."""
-    given: dict[str, list[list[str]]] = {}
-    words: list[str] = []
+    given = {}
+    words = []  # before the first flag
     for word in sys.argv[1:]:
         if word.startswith("--"):
             flag, *words = word.split("=", 1)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -98,7 +97,8 @@ def sample(args: Any, *parts: Any) -> dict[str, float]:
     """Return the scores of 32 samples or --rouge-samples, and print three. The arguments are those
     of `summarize`."""
     triples = summarize(args, *parts)
-    print0(format_triples(triples[:3]))
+    for triple in triples[:3]:
+        print0("   source: {:.300}\nreference: {}\ngenerated: {}".format(*triple))
     return score(triples)
 
 
@@ -107,20 +107,12 @@ def evaluate(args: Any, *parts: Any) -> dict[str, float]:
     arguments are those of `summarize`."""
     *_, val_sets = parts
     triples = summarize(args, *parts, default=len(next(iter(val_sets.values()))))
-    ranks.on_rank_zero(write, args.run.output_dir / "predictions.jsonl", triples)
+    text = ""
+    for triple in triples:
+        named = zip(("source", "reference", "generated"), triple, strict=True)
+        text += json.dumps(dict(named)) + "\n"
+    ranks.on_rank_zero((args.run.output_dir / "predictions.jsonl").write_text, text)
     return score(triples)
-
-
-def format_triples(triples: Triples) -> str:
-    """Return three lines for each example: source, reference and generated text."""
-    template = "   source: {:.300}\nreference: {}\ngenerated: {}"
-    return "\n".join(template.format(*triple) for triple in triples)
-
-
-def write(path: Path, triples: Triples) -> None:
-    """Write source, reference and generated text of each example as a line of JSON."""
-    keys = "source", "reference", "generated"
-    path.write_text("".join(json.dumps(dict(zip(keys, x))) + "\n" for x in triples))  # noqa: B905
 
 
 class Words:
