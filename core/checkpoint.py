@@ -55,14 +55,14 @@ class State:
     JSON. Attributes that a copy adds are saved too."""
 
     identity: dict  # must stay the same in a resume
-    hyperparameters: dict[str, str]  # of the optimizers, at the start
+    hyperparameters: dict  # of the optimizers, at the start
     step: int = 0  # optimizer steps done
     tokens: int = 0  # trained on by all ranks, without padding
     needs_validation: bool = True  # after `step`: due, but not done
     best_loss: float = math.inf
     best_step: int = 0
     logged_step: int = 0  # the last train event's in metrics.jsonl
-    loss_sums: list[float] = field(default_factory=list)  # each rank's, since that event
+    loss_sums: list = field(default_factory=list)  # each rank's, since that event
     scaler: dict = field(default_factory=dict)
     flags: dict = field(default_factory=dict)  # as text; a resume prints those that differ
 
@@ -82,7 +82,7 @@ class State:
 
 def new_state(
     script: str, model: nn.Module, shapes: Shapes, sets: Sequence[Any],
-    optimizers: list[Optimizer], sampler: StepSampler, more: dict[str, Any],
+    optimizers: list[Optimizer], sampler: StepSampler, more: dict,
 ) -> State:  # fmt: skip
     """Return the state of a run at step 0. `more` is compared in a resume too. Raise Problem if the
     identity differs between ranks."""

@@ -177,7 +177,7 @@ MUTANTS = {
                "test_checkpoint.py::test_prune_keeps_the_newest_complete_checkpoints"),
         Mutant("core/log.py", 'event["step"] < step or', 'event["step"] <= step + 1 or',
                "test_log.py::test_events_that_will_be_repeated_and_broken_lines_are_deleted"),
-        Mutant("core/checkpoint.py", "if value != was.get(name):", "if False:",
+        Mutant("core/checkpoint.py", "if value != was:", "if False:",
                "test_runs.py::test_resume_rejects_changed_data_and_models", "ci"),
         Mutant("optional/lock.py", "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
                "test_lock.py::test_lock_is_refused_while_its_process_lives"),
