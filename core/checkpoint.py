@@ -143,11 +143,9 @@ def compare_runs(path: Path, identity: dict, flags: dict) -> dict:
     `identity` differs. The message has the `flags` that differ, too."""
     saved = read_state(path)
     if differences := changes(identity, saved["identity"]):
-        others = " ".join(changes(flags, saved["flags"]))
-        raise Problem(
-            f"{path} was saved by a different run: {differences[0]} {others} "
-            "Pass its model, data, flags and samples per step, or another --output-dir."
-        )
+        text = " ".join([differences[0], *changes(flags, saved["flags"])])
+        raise Problem(f"{path} was saved by a different run: {text} Pass its model, data, flags and "
+                      "samples per step, or another --output-dir.")  # fmt: skip
     return saved
 
 
