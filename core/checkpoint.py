@@ -144,8 +144,8 @@ def compare_runs(path: Path, identity: dict, flags: dict) -> dict:
     saved = read_state(path)
     if differences := changes(identity, saved["identity"]):
         text = " ".join([differences[0], *changes(flags, saved["flags"])])
-        raise Problem(f"{path} was saved by a different run: {text} Pass its model, data, flags and "
-                      "samples per step, or another --output-dir.")  # fmt: skip
+        raise Problem(f"{path} was saved by a different run: {text} Pass its model, data, flags "
+                      "and samples per step, or another --output-dir.")  # fmt: skip
     return saved
 
 
