@@ -53,8 +53,7 @@ def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, st
     folder = folder or name.lower()
     last_entry = '"num_key_value_heads": 2,'
     entries = "".join(f' "{key}": {value!r},' for key, value in config.items())
-    norms = {} if name == "Llama" else {"(modeling_llama.LlamaRMSNorm,)": "()"}
-    return norms | {
+    return {
         "models.llama import modeling_llama": f"models.{folder} import modeling_{folder}",
         "modeling_llama.": f"modeling_{folder}.",
         "Llama": name,
