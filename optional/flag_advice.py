@@ -68,7 +68,10 @@ NO_EFFECT = {  # flags, and patterns of others with which they do nothing
 def check(args: Any) -> None:
     """Exit with one message for all that is wrong in sys.argv, or print a line for each flag
     without effect. `args` are a script's, with defaults. Any rank."""
-    defaults = defaults_by_flag(args)
+    defaults = {}
+    for section in vars(args).values():
+        for name, default in vars(section).items():
+            defaults["--" + name.replace("_", "-")] = default
     given = words_by_flag()
     problems = []
     notes = []
@@ -78,7 +81,7 @@ def check(args: Any) -> None:
         flag = "--" + name.replace("_", "-")
         if flag in defaults and name != word:  # -lr or lr=1e-3
             problems.append(f"{word} is not a flag. Pass {flag}.")
-        flag = flag[1:]
+        flag = flag[1:]  # has two hyphens if the word has
         for advice, flags in OTHER_NAMES.items():
             if flag in flags.split() and flag not in defaults:
                 problems.append(f"For {flag}, {advice}.")
@@ -105,15 +108,6 @@ def check(args: Any) -> None:
         finish(Problem(" ".join(problems)))
     for note in notes:
         print0(note)
-
-
-def defaults_by_flag(args: Any) -> dict[str, Any]:
-    """Return the default of each flag of a script."""
-    defaults = {}
-    for section in vars(args).values():
-        for name, default in vars(section).items():
-            defaults["--" + name.replace("_", "-")] = default
-    return defaults
 
 
 def words_by_flag() -> dict[str, list[list[str]]]:
