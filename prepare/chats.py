@@ -1,8 +1,8 @@
 """Chats for supervised fine-tuning: rows to documents with exact targets. Any rank may call it."""
 
 import contextlib
-import hashlib
 import itertools
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,7 +18,7 @@ import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import columns, losses, read, sets, tables, tokens
-from prepare.columns import CHAT, PAIR, Form, forms_of
+from prepare.columns import CHAT, PAIR, TURN_KEYS, Form, forms_of
 from prepare.sets import Parts
 
 IDS = List(Value("int32"))
@@ -38,8 +38,6 @@ FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '2
 | replace('%M', '00') | replace('%S', '00') -}}{%- endmacro +%}"""
 WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
-TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
-             "thinking", "train")  # fmt: skip
 # What stands for a call or for tools, which are read from tool_calls and the column tools.
 OTHER_CALLS = ("function_call", "functions", "tools")
 TEXT = "--text-column {}"
@@ -88,11 +86,6 @@ TEMPLATES = {"llama-2": LLAMA_2, "chatml": CHATML}
 Chat = tuple  # turns, and tools or None
 
 
-def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
-    """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    return sets.load_sets(args, tokenizer, evaluate_only, load_documents, draw_documents)
-
-
 def draw_documents(
     name: str, split: str, documents: Dataset, limit: int, tokenizer: Tokenizer, args: Any
 ) -> Dataset:
@@ -116,7 +109,7 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     length = args.max_seq_length + 1
     parts = {}
     for part, table in read.read(spec, args.dataset_config).items():
-        form = find_form(spec, table.columns, args)
+        form = columns.find_form(spec, table.columns, FORMS, args)
         encode_row = encode_text if form.flags == TEXT else encode_chat
         if form.columns == ("input_ids",):
             encode_row = encode_tokens
@@ -125,18 +118,10 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     return parts
 
 
-def find_form(name: str, names: list, args: Any) -> Form:
-    """Return which of the columns `names` have a data set's chats, texts or tokens."""
-    named = {TEXT: (args.text_column,), CHAT: (args.prompt_column,)}
-    if args.completion_column:
-        named = {TEXT: (args.text_column,), PAIR: (args.prompt_column, args.completion_column)}
-    return columns.find_form(name, names, FORMS, named, args)
-
-
 def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:
     """Return documents, ids and labels, as samples of at most `length` tokens, with `notes` about
     their row. Rows with one `prompt`, which is all before the first answer, are in one split."""
-    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).digest()
+    key = tables.stable_hash(repr(prompt), size=7)
     samples = []
     for ids, labels in documents:
         sample = {
@@ -144,7 +129,7 @@ def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:
             "labels": labels[:length],
             "has_target": {*labels[:length]} != {-100},
             "lost": max(0, len(ids) - length),
-            "key": int.from_bytes(digest),
+            "key": key,
         }
         samples.append(sample | notes)
     return samples
@@ -176,12 +161,12 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
 def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
     """Return the documents of a chat as samples. Raise ValueError if the row is unusable."""
     check_columns(row, form, tokenizer)
-    chat, others = read_chat(row, form)
+    chat, whole_turns = read_chat(row, form)
     documents, rendered = encode(chat, tokenizer)
     ids, _ = documents[-1]
     notes = find_marks(str(chat), tokenizer)
     notes["change"] = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
-    notes["turns"] = others
+    notes["turns"] = whole_turns
     turns, _ = chat
     first = [turn["role"] for turn in turns].index("assistant")
     return samples_of(documents, turns[:first] or turns, length, **notes)
@@ -204,12 +189,18 @@ def find_marks(text: str, tokenizer: Tokenizer) -> dict:
 
 @dataclass
 class Markers:
-    """What a chat template puts around an answer: its `header`, the `tails` of a text and of a
-    call, and the tokens in these that end a generation."""
+    """What a chat template puts around texts: after a `question`, the `header` of an answer, which
+    is the last line of what a generation prompt has `added`; the `tails` of a text and of a call,
+    and the tokens that end these, `stops` as texts. `known` has all tags of the template and of the
+    tokenizer."""
 
+    known: str
     ends: list
     tails: list
+    question: str = ""
     header: str = ""
+    added: str = ""
+    stops: tuple = ()
 
 
 @dataclass
@@ -223,8 +214,8 @@ class Rendered:
 
 
 def read_chat(row: dict, form: Form) -> tuple:
-    """Return the chat in one or two columns of a row, and other keys of its turns. A turn is not a
-    target if its `train` is False. Raise ValueError if the row is unusable."""
+    """Return the chat in one or two columns of a row, and its turns with all their keys. A turn is
+    not a target if its `train` is False. Raise ValueError if the row is unusable."""
     check_preferences(row, form)
     row = {column: row[column] for column in form.columns + form.more if column in row}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
@@ -232,18 +223,16 @@ def read_chat(row: dict, form: Form) -> tuple:
     for column in ("system", "system_prompt"):
         turns = with_system(turns, column, row.get(column))
     read = []
-    others = []
     for turn in turns:
         check_turn(turn)
         read.append({key: turn[key] for key in turn if key in TURN_KEYS})
-        others.append({f"{key} of turns": turn[key] for key in turn if key not in TURN_KEYS})
     if not any(map(is_target, read)):
         raise ValueError(
             "the chat has no assistant turn to train on (if it is in another column, pass "
             "--prompt-column and --completion-column)"
         )
     tools = as_objects(row, "tools") if row.get("tools") else None
-    return (read, tools), others
+    return (read, tools), turns
 
 
 def check_preferences(row: dict, form: Form) -> None:
@@ -276,14 +265,12 @@ def read_pair(row: dict, first: str, completion: str) -> list:
     the assistant's turns are no targets unless they say so."""
     for column, role in ((first, "user"), (completion, "assistant")):
         value = row.get(column)
-        if isinstance(value, str):
+        if not isinstance(value, list):
             row = row | {column: [{"role": role, "content": value}]}
-        elif not isinstance(value, list):
-            raise ValueError(f"{column} is {value!r}, not text")
-    turns = as_objects(row, first)
-    for i, turn in enumerate(turns):
-        if turn.get("role") == "assistant":
-            turns[i] = {"train": False} | turn
+    turns = []
+    for turn in as_objects(row, first):
+        is_answer = turn.get("role") == "assistant"
+        turns.append({"train": False} | turn if is_answer else turn)
     answers = as_objects(row, completion)
     if answers[0].get("role") != "assistant":
         way = CHAT.format(completion)
@@ -354,8 +341,8 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
     the end marker. A first token is none: nothing predicts it. EOS is appended to an answer that
     ends a document."""
     rendered = render(chat, tokenizer)
-    functions = (text_of, answer_ends)  # optional: template_checks
-    checks.check_chat(chat, rendered, tokenizer, *functions)  # optional: template_checks
+    markers = markers_of(tokenizer)  # optional: template_checks
+    checks.check_chat(chat, rendered, tokenizer, text_of, markers)  # optional: template_checks
     documents = []
     for document in rendered:
         documents += tokenize(document.text, document.answers, tokenizer)
@@ -403,13 +390,19 @@ def markers_of(tokenizer: Tokenizer) -> Markers:
 def find_markers(tokenizer: Tokenizer, template: str) -> Markers:
     """Return the markers of a tokenizer's chat template, "" where it rejects the turns."""
     added = tokenizer.added_tokens_decoder
-    markers = Markers([tokenizer.eos_token_id], [])
+    known = template + " ".join(map(str, added.values()))
+    known += known.replace("/", "")  # </think> may be the end of <think>
+    markers = Markers(known, [tokenizer.eos_token_id], [])
     asked = {"role": "user", "content": WORD}
     answer = {"role": "assistant", "content": WORD}
     with contextlib.suppress(ValueError):
-        prompt = text_of(([asked, answer, asked], None), 3, tokenizer, is_prompt=True)
+        chat = [asked, answer, asked], None
+        prompt = text_of(chat, 3, tokenizer, is_prompt=True)
         *_, header = prompt.split(WORD)
         *_, markers.header = header.partition("<think>")[0].strip().split("\n")
+        text = text_of(chat, 3, tokenizer)
+        *_, markers.question = text.split(WORD, 2)
+        markers.added = prompt.removeprefix(os.path.commonprefix([text, prompt]))
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f"}}
     call["function"]["arguments"] = {"of": WORD}
     twice = answer | {"content": "", "tool_calls": [call, call]}
@@ -430,6 +423,7 @@ def find_markers(tokenizer: Tokenizer, template: str) -> Markers:
         ends = [token for token in ids if str(added.get(token, "")).strip()]
         markers.ends += ends[-1:] if more else ends
         markers.tails.append(after.strip())
+    markers.stops = tuple(str(added[token]) for token in markers.ends if token in added)
     return markers
 
 
@@ -549,3 +543,6 @@ def answer_ends(tokenizer: Tokenizer) -> list:
     """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
     after an answer, and the last one after a call."""
     return markers_of(tokenizer).ends
+
+
+load = partial(sets.load_sets, load_parts=load_documents, draw=draw_documents)

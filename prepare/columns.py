@@ -2,6 +2,7 @@
 others, which are left out. Any rank may call these functions."""
 
 import itertools
+import re
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from core.ranks import Problem
 
 FEW = 3  # values of a column that are printed
 EMPTY = {"None", "", "[]", "{}"}  # values, as text, that say nothing
+TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
+             "thinking", "train")  # fmt: skip
 CHAT = "--prompt-column {}"
 PAIR = "--prompt-column {} --completion-column {}"
 
@@ -35,30 +38,26 @@ def forms_of(flags: str, names: str, *more: str) -> list:
     return [Form(flags, tuple(columns.split()), more) for columns in names.split(", ")]
 
 
-def find_form(name: str, names: list, forms: list, named: dict, args: Any) -> Form:
-    """Return which of the columns `names` of a data set are read: those `named`, by flags, or those
+def find_form(name: str, names: list, forms: list, args: Any) -> Form:
+    """Return which of the columns `names` of a data set are read: those that flags name, or those
     of one of `forms`. With several data sets, the flags are for those that have the columns. Raise
     Problem if nothing fits, or several forms do."""
-    chosen = []
-    for flags, columns in named.items():
-        if any(columns):
-            # Beside other columns, the same may be read as in the first format of this kind.
-            alike = [form for form in forms if form.flags == flags]
-            same = [form for form in alike if form.columns == columns]
-            chosen.append(Form(flags, columns, (same or alike)[0].more, is_named=True))
+    chosen = named_forms(forms, args)
     fitting = [form for form in chosen if form.fits(names)]
     if not fitting and (not chosen or len(args.dataset + args.val_dataset) > 1):
         fitting = [form for form in forms if form.fits(names)]
-    if any(form.flags == CHAT for form in fitting):  # pairs beside chats are left out
-        fitting = [form for form in fitting if form.flags != PAIR]
+    kinds = {form.flags for form in fitting}
+    if kinds.issuperset({CHAT, PAIR}):  # pairs beside chats are left out, unless flags name them
+        other = CHAT if fitting[0].is_named else PAIR
+        fitting = [form for form in fitting if form.flags != other]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
         problem = "fits several formats"
         choices = [form.flags.format(*map(shlex.quote, form.columns)) for form in fitting]
     else:
-        missing = [str(column) for form in chosen for column in form.columns if column not in names]
-        problem = f"has no column {' or '.join(missing)}" if missing else "has no known format"
+        named = [form.flags.format(*form.columns) for form in chosen]
+        problem = f"has no {' or '.join(named or ['known format'])}"
         choices = dict.fromkeys(form.flags.format("NAME", "NAME") for form in forms)
     raise Problem(
         f"Data set {name} {problem}. Its columns are: {', '.join(names)}. Pass "
@@ -67,14 +66,26 @@ def find_form(name: str, names: list, forms: list, named: dict, args: Any) -> Fo
     )
 
 
+def named_forms(forms: list, args: Any) -> list:
+    """Return the forms whose columns the flags in `args` name. Beside these, the same columns are
+    read as in the form with these columns, or in the first one with these flags."""
+    named = {}
+    for form in forms:
+        words = re.findall("[a-z]+_column", form.flags.replace("-", "_"))
+        columns = tuple(getattr(args, word) for word in words)
+        if any(columns) and (form.flags not in named or form.columns == columns):
+            named[form.flags] = Form(form.flags, columns, form.more, is_named=True)
+    return [*named.values()]
+
+
 def values_of(items: list, used: Collection = ()) -> dict:
     """Return the different values, as text, of each key of rows or turns that is not `used`: all,
     or FEW and one more. A key that an item lacks has the value None."""
-    values = {key: [] for key in dict.fromkeys(itertools.chain(*items)) if key not in used}
-    for key, seen in values.items():
-        for item in items:
-            if len(seen) <= FEW and str(item.get(key)) not in seen:
-                seen.append(str(item.get(key)))
+    values = {}
+    for key in dict.fromkeys(itertools.chain(*items)):
+        if key not in used:
+            seen = {str(item.get(key)) for item in items}
+            values[key] = sorted(seen)[: FEW + 1]
     return values
 
 
@@ -82,22 +93,21 @@ def describe(name: str, used: list, parts: list) -> str:
     """Return the line about a data set: which columns are `used`, and which columns and keys of
     turns are not, with the values in all `parts` of those that have at most FEW. Raise Problem if a
     column `split` has several."""
-    others = []
-    empty = []
+    groups = {"left out": [], "empty": []}
     for key in dict.fromkeys(itertools.chain(*parts)):
-        lists = [part.get(key, ["None"]) for part in parts]
-        values = sorted({*itertools.chain(*lists)})
-        few = ", ".join([" ".join(value.split())[:30] for value in values[:FEW]])
+        values = set()
+        for part in parts:
+            values.update(part.get(key, ["None"]))
+        few = ", ".join([" ".join(value.split())[:30] for value in sorted(values)[:FEW]])
         if key.lower() == "split" and len(values) > 1:
             raise Problem(f"{name} has rows of several splits: {few}. Write a file of each.")
         label = key or "a column without a name"
-        if EMPTY.issuperset(values):
-            empty.append(label)
+        if values <= EMPTY:
+            groups["empty"].append(label)
         else:
-            others.append(f"{label} ({few})" if len(values) <= FEW else label)
+            groups["left out"].append(f"{label} ({few})" if len(values) <= FEW else label)
     line = f"{name}: uses {' and '.join(used)}"
-    if others:
-        line += f"; left out: {', '.join(others)}"
-    if empty:
-        line += f"; empty: {', '.join(empty)}"
+    for title, labels in groups.items():
+        if labels:
+            line += f"; {title}: {', '.join(labels)}"
     return line

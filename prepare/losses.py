@@ -40,12 +40,17 @@ def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = 
     decoded = "".join(decoded.split())
     end = min(len(letters), len(decoded)) if is_rendered else None
     if letters[:end] != decoded[:end]:
-        same = len(os.path.commonprefix([letters, decoded]))
-        place = slice(max(0, same - 10), same + 10)
-        return f"{letters[place]!r} becomes {decoded[place]!r}"
+        before, after = difference(letters, decoded)
+        return f"{before!r} becomes {after!r}"
     if any(spaces in text for spaces in lost_spaces(tokenizer)):
         return "line breaks or repeated spaces become a space"
     return ""
+
+
+def difference(*texts: str) -> list:
+    """Return the parts of texts around the first place where they differ."""
+    same = len(os.path.commonprefix(texts))
+    return [text[max(0, same - 20) : same + 20] for text in texts]
 
 
 @lru_cache

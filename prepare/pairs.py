@@ -10,7 +10,6 @@ TOKENS  {"input_ids": [19, 7, 8], "labels": [19, 8], "length": 3}
 For your own data, return its rows from `load_rows` under a name like wikihow.
 """
 
-import hashlib
 import random
 import re
 from functools import partial
@@ -42,20 +41,14 @@ FORMS = columns.forms_of(
 )
 
 
-def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
-    """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    return sets.load_sets(args, tokenizer, evaluate_only, load_rows, draw)
-
-
 def load_rows(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     """Return the rows of one --dataset argument by split, as PAIR or as TOKENS and KEY."""
     name, _, split = spec.partition(":")
     if name == "wikihow":
         return read.pick(name, load_wikihow(args), split)
-    named = {FLAGS: (args.source_column, args.target_column)}
     parts = {}
     for part, table in read.read(spec, args.dataset_config).items():
-        form = columns.find_form(spec, table.columns, FORMS, named, args)
+        form = columns.find_form(spec, table.columns, FORMS, args)
         function = partial(clean_pair, form=form)
         features = PAIR
         if form.columns == ("input_ids", "labels"):
@@ -111,15 +104,10 @@ def clean_article(row: dict, titles: dict) -> list:
     sample = {
         "text": " ".join(text.split()),
         "summary": " ".join(summary.split()),
-        "key": stable_hash(title or text),
+        "key": tables.stable_hash(title or text),
         "split": split,
     }
     return [sample]
-
-
-def stable_hash(text: str) -> int:
-    """Return a hash of a text that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
 
 
 def clean_pair(row: dict, form: Form) -> list:
@@ -130,7 +118,7 @@ def clean_pair(row: dict, form: Form) -> list:
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
     text, summary = (row[column] for column in form.columns)
-    return [{"text": text, "summary": summary, "key": stable_hash(text)}]
+    return [{"text": text, "summary": summary, "key": tables.stable_hash(text)}]
 
 
 def read_tokens(row: dict, form: Form, limits: tuple, tokenizer: Tokenizer) -> list:
@@ -139,7 +127,7 @@ def read_tokens(row: dict, form: Form, limits: tuple, tokenizer: Tokenizer) -> l
     labels = tokens.check_tokens(row, "labels", "--target-length", limits[1], tokenizer)
     if labels[-1] != tokenizer.eos_token_id:
         raise ValueError("labels do not end in EOS, so the model would not learn to stop")
-    key = stable_hash(repr(ids))
+    key = tables.stable_hash(repr(ids))
     return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key}]
 
 
@@ -185,3 +173,6 @@ def encode_pair(row: dict, prefix: str, limits: dict, tokenizer: Tokenizer) -> l
             kept = [*whole[: limits[flag] - 1], eos]
         sample |= {column: kept, flag: len(whole) - len(kept)}
     return [sample | {"length": len(sample["input_ids"])}]
+
+
+load = partial(sets.load_sets, load_parts=load_rows, draw=draw)

@@ -20,8 +20,8 @@ def load_sets(
     """Return the training set, None with `evaluate_only`, and the validation sets by name. Last,
     print what is read of each data set and what is left out, which their descriptions say.
 
-    `load_parts(name, tokenizer, args)` returns samples by split, and `draw(name, split, samples,
-    limit, tokenizer, args)` at most `limit` of them (0: all).
+    Modules of data bind two functions: `load_parts(name, tokenizer, args)` returns samples by
+    split, and `draw(name, split, samples, limit, tokenizer, args)` at most `limit` (0: all).
     """
     training = []
     validation = {}

@@ -16,12 +16,7 @@ from prepare.tables import CONTINUES
 FEATURES = {"input_ids": List(Value("int32"))}
 WIKITEXT = "Salesforce/wikitext"
 FLAG = "--text-column {}"
-FORMS = columns.forms_of(FLAG, "text", CONTINUES) + columns.forms_of(FLAG, "input_ids", "labels")
-
-
-def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
-    """Return the training set, None with `evaluate_only`, and the validation sets by name."""
-    return sets.load_sets(args, tokenizer, evaluate_only, load_blocks, sets.sample)
+FORMS = columns.forms_of(FLAG, "text") + columns.forms_of(FLAG, "input_ids", "labels")
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
@@ -30,21 +25,18 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     config = args.dataset_config
     if config is None and spec.startswith(WIKITEXT):
         config = "wikitext-2-raw-v1"
-    named = {FLAG: (args.text_column,)}
     parts = {}
     for part, table in read.read(spec, config, has_texts=True).items():
-        form = columns.find_form(spec, table.columns, FORMS, named, args)
+        form = columns.find_form(spec, table.columns, FORMS, args)
         if form.columns == ("input_ids",):
             size = args.block_size
             function = partial(read_block, form=form, tokenizer=tokenizer, size=size)
-        else:
-            are_lines = "wikitext" in spec.lower()
-            function = partial(encode_text, form=form, tokenizer=tokenizer, are_lines=are_lines)
-        rows = tables.map_rows(spec, table, function, FEATURES, args)
-        parts[part] = rows
-        if form.columns != ("input_ids",):
-            parts[part] = cut(spec, rows, args.block_size, tokenizer)
-            parts[part].info.description = rows.info.description
+            parts[part] = tables.map_rows(spec, table, function, FEATURES, args)
+            continue
+        are_lines = "wikitext" in spec.lower()
+        function = partial(encode_text, form=form, tokenizer=tokenizer, are_lines=are_lines)
+        documents = tables.map_rows(spec, table, function, FEATURES, args)
+        parts[part] = cut(spec, documents, args.block_size, tokenizer)
     return parts
 
 
@@ -63,7 +55,8 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, are_lines: bool) ->
     if not isinstance(text, str):
         raise ValueError(f"{form.columns[0]} is {text!r}, not text")
     texts = [text] if text else []
-    if CONTINUES in row:  # in a text file, the text of EOS separates documents
+    continues = row.pop(CONTINUES, None)
+    if continues is not None:  # in a text file, the text of EOS separates documents
         texts = text.split(tokenizer.eos_token)
     documents = []
     for part in texts:
@@ -80,7 +73,7 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, are_lines: bool) ->
         }
         documents.append(document)
     is_line = are_lines and text.endswith(" \n")
-    if is_line or row.get(CONTINUES):
+    if is_line or continues:
         documents[-1]["input_ids"].pop()
     return documents
 
@@ -96,7 +89,9 @@ def cut(name: str, documents: Dataset, size: int, tokenizer: Tokenizer) -> Datas
         raise Problem(f"Data set {name} has no text.")
     key = tables.cache_key(blocks, documents._fingerprint, size, bos)
     generate = partial(blocks, documents, size, eos, bos)
-    return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
+    result = Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
+    result.info.description = documents.info.description
+    return result
 
 
 def blocks(documents: Dataset, size: int, eos: int, bos: list) -> Iterator:
@@ -119,3 +114,6 @@ def blocks(documents: Dataset, size: int, eos: int, bos: list) -> Iterator:
         del pending[:stop]
     if len(pending) > 1:
         yield {"input_ids": pending}
+
+
+load = partial(sets.load_sets, load_parts=load_blocks, draw=sets.sample)

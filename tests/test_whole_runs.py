@@ -149,9 +149,9 @@ def test_run_keeps_two_checkpoints_best_final_and_metrics(finished):
 
 @pytest.mark.parametrize("script, changed, message", [
     ("T5_training", ["--model-name", "/no/such/directory"], "directory is not a directory"),
-    ("T5_training", ["--source-column", "body"], "has no column body or None. Its columns"),
+    ("T5_training", ["--source-column", "body"], "has no --source-column body --target-column"),
     ("T5_training", ["--source-column", "body", "--target-column", "headline"],
-     "column body. Its columns are: text, headline."),
+     "column body --target-column headline. Its columns are: text, headline."),
     ("T5_training", ["--output-dir", __file__], ": File exists. Pass another directory."),
     ("gpt2_fsdp", ["--block-size", 2000], "above the model's 1024 positions"),
 ])  # fmt: skip
