@@ -341,8 +341,7 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
     the end marker. A first token is none: nothing predicts it. EOS is appended to an answer that
     ends a document."""
     rendered = render(chat, tokenizer)
-    markers = markers_of(tokenizer)  # optional: template_checks
-    checks.check_chat(chat, rendered, tokenizer, text_of, markers)  # optional: template_checks
+    checks.check_chat(chat, rendered, tokenizer)  # optional: template_checks
     documents = []
     for document in rendered:
         documents += tokenize(document.text, document.answers, tokenizer)
