@@ -152,7 +152,7 @@ def test_run_keeps_two_checkpoints_best_final_and_metrics(finished):
     ("T5_training", ["--source-column", "body"], "has no --source-column body --target-column"),
     ("T5_training", ["--source-column", "body", "--target-column", "headline"],
      "column body --target-column headline. Its columns are: text, headline."),
-    ("T5_training", ["--output-dir", __file__], ": File exists. Pass another directory."),
+    ("T5_training", ["--output-dir", __file__], f"File exists: {__file__!r}"),
     ("gpt2_fsdp", ["--block-size", 2000], "above the model's 1024 positions"),
 ])  # fmt: skip
 def test_bad_input_exits_with_one_message(script, changed, message, flags, tmp_path, capfd):
