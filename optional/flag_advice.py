@@ -56,6 +56,7 @@ WRONG = {  # patterns of a flag and a word that cannot be right, and what to pas
     r"--(val-)?dataset .*\.(csv|tsv|jsonl?|parquet|txt),.*": "names with spaces, not commas",
 }
 NO_EFFECT = {  # flags, and patterns of others with which they do nothing
+    "--dataset-config": r"--dataset .*\.(csv|tsv|jsonl?|parquet|txt)",
     "--gamma": "--lr-schedule (linear|cosine|constant)",
     "--min-lr-ratio": "--lr-schedule (constant|step)",
     "--warmup-ratio": "--lr-schedule step|--warmup-steps [1-9].*",

@@ -87,6 +87,8 @@ def test_repeated_values_of_betas_are_accepted():
     (["--lr", 1, "--epochs", 3, "--lr=2"], "--lr is passed 2 times: the last one counts."),
     (["--no-save-best", "--save-best"], "--save-best is passed 2 times: the last one counts."),
     (["--dataset", "a.txt", "b.txt", "--betas", 0.9, 0.9], ""),
+    (["--dataset", "a.csv", "--dataset-config", "b"],
+     "--dataset-config has no effect with --dataset a.csv."),
 ])  # fmt: skip
 def test_flag_without_effect_is_one_line(flags, note, capsys):
     assert not refusal(gpt2_fsdp, *flags)
