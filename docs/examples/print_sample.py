@@ -8,8 +8,13 @@ must generate together, and FSDP1's root must be gathered around it.
 ```
 
 ```diff
+     stop = StopRequest()
++    model.tokenizer = tokenizer
+```
+
+```diff
          log.write("val", **results)
-+        print_sample(args, device, model, tokenizer, "The ")
++        print_sample(args, device, model, "The ")
 ```
 """
 
@@ -18,16 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import optional.rouge as rouge
 from core.ranks import print0
 
 
-def print_sample(
-    args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, prompt: str
-) -> None:
+def print_sample(args: Any, device: torch.device, model: nn.Module, prompt: str) -> None:
     """Print 40 tokens that continue a prompt. Call on all ranks."""
+    tokenizer = model.tokenizer
     greedy = SimpleNamespace(num_beams=1)
     options = SimpleNamespace(sharding=args.sharding, summaries=greedy)
     batch = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
