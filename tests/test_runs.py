@@ -350,7 +350,7 @@ def test_evaluation_rejects_models_that_the_run_has_not_trained(
         assert f"Pass --model-name {finished}/final" in capfd.readouterr().err
     for model in (finished / "checkpoints/step-00000004", finished):
         assert run([*flags, "--model-name", str(model)], finished.with_name("new")) == 1
-        assert "Pass a model, such as final/ of a run." in capfd.readouterr().err
+        assert "Pass a model with its tokenizer, such as final/ of a run." in capfd.readouterr().err
     with mock.patch.object(gpt2_fsdp.checks, "check_model") as check:
         assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
     check.assert_called_once()
