@@ -67,7 +67,7 @@ def prepared(chats, tmp_path_factory):
 
 @pytest.mark.parametrize("script, changes, message", [
     ("llama_fsdp", {}, None),
-    ("llama_fsdp", {"chat_template": "chatml"}, "with the tokenizer and chat template [0-9a-f]"),
+    ("llama_fsdp", {"chat_template": "chatml"}, "the tokenizer and chat template is [0-9a-f]+, was"),
     ("llama_fsdp", {"max_seq_length": 32}, "--max-seq-length is 32, was 512. Pass the same, or"),
     ("llama_fsdp", {"text_column": "x"}, "--text-column is x, was None. Pass the same, or"),
     ("llama_fsdp", {"num_train_samples": 9}, "otherwise: --num-train-samples is 9, was 600."),
@@ -86,7 +86,7 @@ def test_directory_is_refused_unless_it_was_prepared_for_the_run(
         train_set, val_sets = module.load(args, tokenizer)
         assert {*stops} == {1} and len(train_set) and [*val_sets] == [prepared]
         tokenizer.add_tokens("<new>")
-        message = "with the tokenizer and chat template [0-9a-f]"
+        message = "the tokenizer and chat template is [0-9a-f]+, was"
     with pytest.raises(Problem, match=message):
         module.load(args, tokenizer)
 
@@ -156,7 +156,7 @@ def test_tokens_that_the_model_lacks_are_refused(prepared, tmp_path):
     tokenizer = ByT5Tokenizer()
     chat_dataset.set_chat_template(tokenizer, args)
     highest = json.loads((Path(prepared) / prepared_dataset.NOTES).read_text())["highest_id"]
-    train_set, val_sets = prepared_dataset.load(args, tokenizer, False, None)
+    train_set, val_sets = prepared_dataset.load(args, tokenizer, False)
     used = {token for part in (train_set, *val_sets.values()) for ids in part["input_ids"]
             for token in ids.tolist()}  # fmt: skip
     assert highest == max(used)
