@@ -67,7 +67,7 @@ def prepared(chats, tmp_path_factory):
 
 @pytest.mark.parametrize("script, changes, message", [
     ("llama_fsdp", {}, None),
-    ("llama_fsdp", {"chat_template": "chatml"}, "the tokenizer and chat template is [0-9a-f]+, was"),
+    ("llama_fsdp", {"chat_template": "chatml"}, "the tokenizer and chat template is [0-9a-f]+,"),
     ("llama_fsdp", {"max_seq_length": 32}, "--max-seq-length is 32, was 512. Pass the same, or"),
     ("llama_fsdp", {"text_column": "x"}, "--text-column is x, was None. Pass the same, or"),
     ("llama_fsdp", {"num_train_samples": 9}, "otherwise: --num-train-samples is 9, was 600."),
@@ -86,7 +86,7 @@ def test_directory_is_refused_unless_it_was_prepared_for_the_run(
         train_set, val_sets = module.load(args, tokenizer)
         assert {*stops} == {1} and len(train_set) and [*val_sets] == [prepared]
         tokenizer.add_tokens("<new>")
-        message = "the tokenizer and chat template is [0-9a-f]+, was"
+        message = "the tokenizer and chat template is [0-9a-f]+,"
     with pytest.raises(Problem, match=message):
         module.load(args, tokenizer)
 
