@@ -89,14 +89,16 @@ def plain(results) -> Callable[[str], dict]:
 
 
 def cases() -> list:
-    """Return the model, ranks and variant of each comparison. `make test` runs those of Llama."""
-    marks = {"llama": [], "t5": [pytest.mark.ci], "gpt2": [pytest.mark.ci]}
-    return [
-        pytest.param(*key, variant, marks=[pytest.mark.slow] if key == IS_SLOW else marks[key[0]])
-        for key, variants in VARIANTS.items()
-        for variant in variants
-        if "bf16" not in variant
-    ]
+    """Return the model, ranks and variant of each comparison. `make test` runs those of Llama that
+    compile nothing."""
+    params = []
+    for key, variants in VARIANTS.items():
+        for variant in variants:
+            is_quick = key[0] == "llama" and "compile" not in variant
+            mark = pytest.mark.slow if key == IS_SLOW else pytest.mark.ci
+            if "bf16" not in variant:
+                params.append(pytest.param(*key, variant, marks=[] if is_quick else mark))
+    return params
 
 
 @pytest.mark.parametrize("model, ranks, variant", cases())
