@@ -58,11 +58,10 @@ def test_help_of_a_flag_is_one_paragraph(name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_other_names_and_flags_without_effect_are_flags_of_the_script(name):
+def test_flags_without_effect_are_flags_of_the_script(name):
     fields = [vars(section) for section in vars(importlib.import_module(name).Args()).values()]
     flags = {"--" + field.replace("_", "-") for section in fields for field in section}
-    texts = [*flag_advice.OTHER_NAMES, *itertools.chain(*flag_advice.NO_EFFECT.items())]
-    for text in texts:
+    for text in itertools.chain(*flag_advice.NO_EFFECT.items()):
         assert set(re.findall(r"--[a-z-]+", text)) <= flags, text
 
 
@@ -84,8 +83,7 @@ def test_repeated_values_of_betas_are_accepted():
     (["--min-lr-ratio", 0.1], ""),
     (["--epochs", 3, "--max-steps", 9], "--epochs has no effect with --max-steps 9."),
     (["--shard-group-size", 2], "--shard-group-size has no effect with --strategy full_shard."),
-    (["--lr", 1, "--epochs", 3, "--lr=2"], "--lr is passed 2 times: the last one counts."),
-    (["--no-save-best", "--save-best"], "--save-best is passed 2 times: the last one counts."),
+    (["--lr", 1, "--epochs", 3, "--lr=2", "--no-save-best", "--save-best"], ""),
     (["--dataset", "a.txt", "b.txt", "--betas", 0.9, 0.9], ""),
     (["--dataset", "a.csv", "--dataset-config", "b"],
      "--dataset-config has no effect with --dataset a.csv."),
@@ -100,44 +98,13 @@ def test_flag_without_effect_is_one_line(flags, note, capsys):
     (["--lr-schedul", "linear"], "--lr-schedule {linear,cosine,constant,step}"),
     (["--lr", "high"], "Error parsing --lr: could not convert string to float: 'high'"),
     (["--strategy", "ful_shard"], "invalid choice 'ful_shard' for argument '--strategy'"),
+    (["--min-lr", "6e-5"], "--min-lr-ratio FLOAT"),
+    (["--learning-rate", "1e-4"], "Unrecognized options: --learning-rate"),
+    (["--compile", "false"], "Unrecognized options: false"),
 ])  # fmt: skip
 def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert message in refusal(gpt2_fsdp, *flags)
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--learning-rate", "1e-4"], "For --learning-rate, pass --lr."),
-    (["--learning_rate=1e-4"], "For --learning-rate, pass --lr."),
-    (["--per-device-train-batch-size", "4"], "pass --batch-size."),
-    (["--num-train-epochs", "3"], "pass --epochs."),
-    (["--bf16", "True"], "For --bf16, pass --precision bf16."),
-    (["--resume-from-checkpoint"], "pass the same command again: the run in --output-dir resumes."),
-    (["--lora-r", "8"], "--lora-rank INT"),
-    (["--min-lr", "6e-5"], "For --min-lr, pass --min-lr-ratio, a fraction of --lr."),
-    (["--beta2=0.95"], "For --beta2, pass --betas."),
-    (["--dropout", "0.1"], "For --dropout, see the recipes in docs/change-a-script.md"),
-    (["--early_stopping_patience=3"], "see the recipes in docs/change-a-script.md"),
-    (["--config", "a.yaml"], "For --config, pass flags: no file of them is read."),
-    (["--tokenizer", "mine"], "pass --model-name, a directory that has it."),
-    (["--device", "cpu"], "set the variable CUDA_VISIBLE_DEVICES (empty: the CPU)."),
-    (["--nproc_per_node", "8"], "pass it to torchrun, before the script's name."),
-    (["--push-to-hub"], "run hf upload NAME/MODEL OUTPUT_DIR/final afterwards."),
-    (["--wandb-project", "a"], "set the variable WANDB_PROJECT, and pass --track wandb."),
-    (["-lr", "1e-3"], "-lr is not a flag. Pass --lr."),
-    (["lr=1e-3"], "lr=1e-3 is not a flag. Pass --lr."),
-    (["batch_size=3"], "batch_size=3 is not a flag. Pass --batch-size."),
-    (["--max-steps", "-1"], "--max-steps is -1. Pass a number that its --help allows, or leave"),
-    (["--betas", "0.9", "1"], "--betas is 1. Pass two numbers from 0 to below 1."),
-    (["--betas", "-.1", "0.9"], "--betas is -.1. Pass two numbers from 0 to below 1."),
-    (["--model-name", "a/model.safetensors"], "model.safetensors. Pass the directory of the file."),
-    (["--dataset", "a.jsonl,b.jsonl"], "--dataset is a.jsonl,b.jsonl. Pass names with spaces, not"),
-    (["--packing", "false"], ". Pass --NAME or --no-NAME, without a value."),
-    (["--packing=False"], ". Pass --NAME or --no-NAME, without a value."),
-    (["--no-packing", "true"], ". Pass --NAME or --no-NAME, without a value."),
-])  # fmt: skip
-def test_flags_of_other_programs_and_values_of_switches_get_the_right_flag(flags, message):
-    assert message in refusal(llama_fsdp, *flags)
 
 
 def test_values_out_of_range_are_one_message_and_then_combinations():
@@ -193,7 +160,7 @@ def test_output_directory_that_cannot_be_created_is_refused(tmp_path, capfd):
 @pytest.mark.parametrize("flags", [["--output-dir", ""], ["--output_dir="]])
 def test_empty_output_directory_is_refused(flags):
     """An unset variable; the current directory may be chosen as `.`."""
-    message = "--output-dir is empty. Pass a directory."
+    message = "--output-dir is empty. Pass a value, or leave it out."
     assert refusal(gpt2_fsdp, *flags, "--lr", "1e-4") == message
     assert refusal(gpt2_fsdp, *flags) and not refusal(gpt2_fsdp, "--output-dir", ".")
 
@@ -207,13 +174,6 @@ def test_empty_value_is_refused(flags):
     message = f"{flag} is empty. Pass a value, or leave it out."
     assert refusal(llama_fsdp, *flags, "--lr", "1e-4") == message
     assert not refusal(T5_training, "--source-prefix", "")
-
-
-def test_file_named_twice_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for other in ("a.jsonl", "./a.jsonl", tmp_path / "a.jsonl"):
-        assert "--dataset once" in refusal(gpt2_fsdp, "--dataset", "a.jsonl", other)
-    assert not refusal(gpt2_fsdp, "--dataset", "a.jsonl:train[:5]", "a.jsonl:train[5:]")
 
 
 def test_flags_resolve_in_any_order_of_the_sections(monkeypatch):
