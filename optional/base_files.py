@@ -24,44 +24,29 @@ def rewrite(
     directory: Path, tokenizer: Tokenizer, config: PretrainedConfig | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> None:  # fmt: skip
-    """Replace files in `directory` by those of the base where they are the same, and in its configs
-    only change what the script has changed. Adapters have no configs. Call on rank 0."""
+    """Replace files in `directory` by those of the base, with what the script has changed. Adapters
+    have no configs. Call on rank 0."""
     copy_tokenizer(tokenizer, directory)
     if config is None:
         return
     base = Path(config.name_or_path or "no base")
-    settings = merge_settings(config, base / "config.json")
-    settings["model_type"] = config.model_type
-    settings["dtype"] = settings["torch_dtype"] = str(config.dtype).removeprefix("torch.")
-    _write_json(settings, directory / "config.json")
-    name = "generation_config.json"
-    _write_json(merge_settings(generation_config, base / name), directory / name)
+    write_settings(config, base / "config.json", directory)
+    write_settings(generation_config, base / "generation_config.json", directory)
 
 
-def merge_settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict:
-    """Return the settings in the file of the base, also unknown ones, with the values that the
-    script has changed; without a file, those of `config`."""
-    settings = json.loads(path.read_text() if path.is_file() else config.to_json_string())
-    is_part = "text_config" in settings and settings["model_type"] != config.model_type
-    if is_part:
-        settings = settings["text_config"]
-    base_config = type(config).from_dict(copy.deepcopy(settings))
-    if is_part:  # other programs have other defaults for the part alone
-        settings = json.loads(base_config.to_json_string(use_diff=False)) | settings
-    apply_changes(settings, base_config.to_dict(), config.to_dict())
-    return settings | {"transformers_version": transformers.__version__}
-
-
-def apply_changes(settings: dict, before: dict, now: dict) -> None:
-    """Set in `settings` the values that differ between two configs, and in those of their parts."""
-    for name, value in now.items():
-        was = before.get(name)
-        if value == was or name == "_name_or_path":
-            continue
-        if name in settings and name.endswith("_config"):
-            apply_changes(settings[name], was, value)
-        else:
+def write_settings(config: PretrainedConfig | GenerationConfig, base: Path, target: Path) -> None:
+    """Write the settings in the file `base`, also unknown ones, to the directory `target`, with the
+    values that the script has changed. Not if `config` is a part of the base's."""
+    settings = json.loads(base.read_text()) if base.is_file() else {}
+    if not settings or settings.get("model_type") != getattr(config, "model_type", None):
+        return
+    before = type(config).from_dict(copy.deepcopy(settings)).to_dict()
+    for name, value in config.to_dict().items():
+        if value != before.get(name) and name != "_name_or_path":
             settings[name] = value
+    if "dtype" in settings:
+        settings["torch_dtype"] = settings["dtype"]  # its name in Transformers 4
+    _write_json(settings, target / base.name)
 
 
 def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
