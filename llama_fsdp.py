@@ -156,7 +156,10 @@ def fsdp_main(args: Args) -> None:
     data = ranks.local_main_process_first(load)
     checks.before_wrapping(model)  # optional: startup_checks
     model = wrap_model(args, device, model, blocks, initial)
-    no_training.run(globals() | locals())  # optional: no_training
+    more = more_identity(model, tokenizer)  # optional: no_training
+    no_training.load(args, newest, model, shapes, more)  # optional: no_training
+    evaluated = args, device, model, tokenizer, collate, data[1]  # optional: no_training
+    no_training.run(sys.modules[__name__], *evaluated)  # optional: no_training
     checkpoint.write_status(output, "running")
     is_finished = train(args, device, model, tokenizer, collate, *data, shapes, newest)
     checkpoint.write_status(output, "finished" if is_finished else "stopped")
@@ -315,8 +318,6 @@ def train(
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.add_flags(args.model, args.data, args.optim)
     state.add_flags(args.adapters)  # optional: lora
-    ends = weights.unwrapped(model).generation_config.eos_token_id  # optional: no_training
-    state.chat = {"template": tokenizer.chat_template, "ends": ends}  # optional: no_training
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks

@@ -1,16 +1,21 @@
-"""--evaluate-only and --export-only. Without this file, a script only trains. All ranks call
-`run` and `scores` together; the other functions need one rank."""
+"""--evaluate-only and --export-only. Without this file, a script only trains. All ranks call `load`
+and `run` together; the other functions need one rank."""
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from core import checkpoint, ranks, weights
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from core import checkpoint, ranks
 from core.ranks import Problem
+from core.weights import Shapes
 
 
 @dataclass
@@ -23,20 +28,18 @@ class Only:
     """export the newest checkpoint to final/"""
 
 
-def uses_checkpoint(args: Any) -> bool:
-    """Return whether the weights are those of the newest checkpoint: all, or only adapters."""
-    has_adapters = hasattr(args, "adapters") and args.adapters.lora_rank > 0
-    return has_adapters or args.only.export_only or not args.only.evaluate_only
-
-
 def choose_checkpoint(args: Any, newest: Path | None) -> Path | None:
     """Return `newest`, or None if the weights of --model-name are evaluated. Raise Problem if they
     are not those of the run in --output-dir."""
-    if uses_checkpoint(args):
+    only, name, output = args.only, args.model.model_name, args.run.output_dir
+    has_adapters = hasattr(args, "adapters") and args.adapters.lora_rank > 0
+    is_checkpoint = only.export_only or (only.evaluate_only and has_adapters)
+    if is_checkpoint and newest is None:
+        raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
+    if is_checkpoint or not only.evaluate_only:
         return newest
-    name, output = args.model.model_name, args.run.output_dir
     parent = Path(name).absolute().parent  # best/ and final/ may be links
-    if (output / "checkpoints").is_dir() and parent.resolve() != output.resolve():
+    if newest is not None and parent.resolve() != output.resolve():
         raise Problem(f"--model-name {name} is not the run in {output}. Pass --model-name "
                       f"{output}/final, or --export-only and all flags of the run.")  # fmt: skip
     return None
@@ -49,48 +52,36 @@ def choose_data(only: Only, load: Callable) -> Callable:
     return (lambda: (None, {})) if only.export_only else load
 
 
-def run(names: dict[str, Any]) -> None:
-    """If flags ask for it, write final/, evaluation.json, or both, and end the process; otherwise
-    return. `names` are those of a script and of its fsdp_main."""
-    script = SimpleNamespace(**names)
-    args, model, tokenizer = script.args, script.model, script.tokenizer
+def load(args: Any, newest: Path | None, model: nn.Module, shapes: Shapes, more: dict) -> None:
+    """Load the weights of `newest` that are evaluated or exported. Raise Problem if they are of a
+    different run; `more` is compared besides the model."""
+    if newest is not None and (args.only.evaluate_only or args.only.export_only):
+        identity = {"model": checkpoint.model_identity(model, shapes), **more}
+        checkpoint.compare_runs(newest, identity, {})
+        keys = checkpoint.Reader(newest).read_metadata().state_dict_metadata
+        names = {key.removeprefix("model.") for key in keys}  # adapters freeze the others
+        checkpoint.load_weights(newest, model, names)
+
+
+def run(
+    script: ModuleType, args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    collate: Callable, val_sets: dict,
+) -> None:  # fmt: skip
+    """If flags ask for it, write final/, evaluation.json, or both, by functions of `script`, and
+    end the process; otherwise return."""
     only, output = args.only, args.run.output_dir
-    if not (only.evaluate_only or only.export_only):
-        return
-    if uses_checkpoint(args):
-        newest = script.newest
-        if newest is None:
-            raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
-        identity = {"model": checkpoint.model_identity(model, script.shapes)}
-        saved = checkpoint.compare_runs(newest, identity, {})
-        if "chat" in saved and not only.evaluate_only:  # the data may not be there
-            tokenizer.chat_template = saved["chat"]["template"]
-            weights.unwrapped(model).generation_config.eos_token_id = saved["chat"]["ends"]
-        if hasattr(script, "more_identity"):
-            checkpoint.compare_runs(newest, script.more_identity(model, tokenizer), {})
-        saved_names = weights.saved_names(model)
-        if hasattr(script, "lora"):  # an optional module
-            saved_names -= script.lora.frozen_names(model)
-        checkpoint.load_weights(newest, model, saved_names)
     if only.export_only:
         script.export_model(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:
-        results = scores(script)
+        if hasattr(script, "checks"):  # an optional module, as rouge
+            losses = script.summed_loss, script.token_loss
+            script.checks.check_model(args, device, model, *losses, collate)
+        results = script.validation(args, device, model, collate, val_sets, ranks.StopRequest())
+        if hasattr(script, "rouge"):
+            results |= script.rouge.evaluate(args, device, model, tokenizer, collate, val_sets)
         path = output / "evaluation.json"
         text = json.dumps(results | {"arguments": asdict(args)}, indent=1, default=str)
         ranks.on_rank_zero(path.write_text, text)
         ranks.print0(f"{json.dumps(results, indent=1)}\nThe results are in {path}")
-    ranks.finish()
-
-
-def scores(script: SimpleNamespace) -> dict:
-    """Return the losses of the validation sets and, if the script has summaries, their scores."""
-    args, device, model, collate = script.args, script.device, script.model, script.collate
-    _, val_sets = script.data
-    if hasattr(script, "checks"):
-        losses = script.summed_loss, script.token_loss
-        script.checks.check_model(args, device, model, *losses, collate)
-    results = script.validation(args, device, model, collate, val_sets, ranks.StopRequest())
-    if hasattr(script, "rouge"):
-        results |= script.rouge.evaluate(args, device, model, script.tokenizer, collate, val_sets)
-    return results
+    if only.export_only or only.evaluate_only:
+        ranks.finish()

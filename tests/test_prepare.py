@@ -91,25 +91,6 @@ def test_directory_is_refused_unless_it_was_prepared_for_the_run(
         module.load(args, tokenizer)
 
 
-def test_export_only_needs_no_data(prepared, tmp_path):
-    """The template and the ends of generations that a directory was prepared with are the run's."""
-    data = Path(shutil.copytree(prepared, tmp_path / "data"))
-    flags = ["--dataset", data, "--model-name", "tiny", "--no-packing", "--max-steps", 1,
-             "--output-dir", tmp_path / "run"]  # fmt: skip
-    assert start(llama_fsdp, *flags) == 0
-    names = ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
-    files = [tmp_path / "run/final" / name for name in names]
-    before = [path.read_text() for path in files if path.exists()]
-    assert len(before) > 1
-    shutil.rmtree(data)
-    shutil.rmtree(tmp_path / "run/final")
-    chats = mock.Mock(answer_ends=lambda _: [], load=prepared_dataset.load)  # without prepare/
-    with mock.patch.object(chat_dataset, "chats", chats):
-        assert start(llama_fsdp, *flags, "--export-only") == 0
-        assert start(llama_fsdp, *flags, "--output-dir", tmp_path / "other") == 1
-    assert [path.read_text() for path in files if path.exists()] == before
-
-
 @pytest.mark.parametrize("form", ["{0}/train", "{0}:train", "{0} {0}", "x.jsonl {0}"])
 def test_part_of_a_prepared_directory_is_refused(form, prepared):
     args = importlib.import_module("llama_fsdp").TINY.data
