@@ -154,7 +154,6 @@ def fsdp_main(args: Args) -> None:
     load = partial(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     load = no_training.choose_data(args.only, load)  # optional: no_training
     data = ranks.local_main_process_first(load)
-    checks.before_wrapping(model)  # optional: startup_checks
     model = wrap_model(args, device, model, blocks, initial)
     more = more_identity(model, tokenizer)  # optional: no_training
     no_training.load(args, newest, model, shapes, more)  # optional: no_training
@@ -239,6 +238,7 @@ def wrap_model(
     policies.checkpoint_blocks(model, blocks, sharding)
     if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, blocks)
+    checks.check_hooks(model)  # optional: startup_checks
     initializer = weights.Initializer(model, initial, device, sharding.cpu_offload)
     initializer.receive = lora.packing(initializer.receive, model)  # optional: lora
     init = initializer.fill
@@ -408,7 +408,7 @@ def train(
         state.step = step
         state.tokens += int(tokens)
         if step == start + 1:
-            checks.check_first_step(optimizers, state)  # optional: startup_checks
+            snapshot(model, names, optimizers, state)  # optional: startup_checks
             stop.listen()  # from now on, a stop saves a checkpoint
 
         # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.

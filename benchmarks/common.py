@@ -50,7 +50,6 @@ def load(
     model, blocks, tokenizer, initial = script.load_model(args, needs_weights)
     shapes = weights.whole_shapes(model)
     if hasattr(script, "checks"):  # an optional module
-        script.checks.before_wrapping(model)
         script.checks.check_data = lambda *_: None  # NO_DATA is not read
     return script.wrap_model(args, device, model, blocks, initial), tokenizer, shapes
 

@@ -151,7 +151,9 @@ def compare_runs(path: Path, identity: dict, flags: dict) -> dict:
 
 def snapshot(model: nn.Module, names: set[str], optimizers: list[Optimizer], state: State) -> dict:
     """Return nested dicts of the tensors to save (under FSDP1, copies in host memory): those of a
-    model in `names`, moments, and random states. Raise Problem if a param_group has changed."""
+    model in `names`, moments, and random states. Raise Problem if a resume would change a value of
+    `state` or of a param_group."""
+    state_values(state)
     compare_hyperparameters(optimizers, state)
     moments = dcp_state.get_optimizer_state_dict(model, optimizers, options=_options(model))
     del moments["param_groups"]  # settings: a resume takes them from its flags
@@ -172,11 +174,12 @@ def extra_state(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Te
     """Return tensors to save, or to `read`, besides a snapshot. Those that are not DTensors belong
     to one rank, which their keys name: a resume needs as many."""
     rank = f" of rank {dist.get_rank()} of {dist.get_world_size()}"
-    by_key = {
-        key if isinstance(tensor, DTensor) else key + rank: tensor
-        for key, tensor in tensors.items()
+    return {
+        name: {
+            key if isinstance(tensor, DTensor) else key + rank: tensor
+            for key, tensor in tensors.items()
+        }
     }
-    return {name: by_key}
 
 
 class Planner(dcp.DefaultSavePlanner):
@@ -250,8 +253,7 @@ def save(
 def clear(path: Path) -> None:
     """Delete the file or directory that an interrupted save or export may have left."""
     shutil.rmtree(path, ignore_errors=True)
-    if path.is_file():
-        path.unlink()
+    path.unlink(missing_ok=True)  # a file
 
 
 def _write_shards(path: Path, tensors: dict) -> None:

@@ -50,7 +50,7 @@ BEFORE_A_STEP = {  # changes to gpt2_fsdp.py, and the message
     "hook": ({WRAP: HOOK + WRAP}, "The gradient hook of transformer.wte.weight is dropped"),
     "half": ({"    shapes = weights.wh": "    model = model.half()\n    shapes = weights.wh"},
              r"transformer.wte.weight is trained in torch.float16.*Leave it in fp32"),
-    "two": ({"    scaler = ": "    optimizers *= 2\n    scaler = "}, "is in two optimizers"),
+    "two": ({"    scaler = ": "    optimizers *= 2\n    scaler = "}, "is in 2 optimizers"),
 }  # fmt: skip
 UNFREEZE = """        if step == 2:
             model.requires_grad_(True)
@@ -62,7 +62,7 @@ AFTER_A_STEP = {  # changes, the message, and the last step
     "unfrozen": ({WRAP: f"    model.transformer.h[0].requires_grad_(False)\n{WRAP}",
                   COUNT: UNFREEZE + COUNT}, "requires_grad of transformer.h.0.*has changed", 1),
     "int in the optimizer": ({"        scaler.update()\n": COUNTER + "        scaler.update()\n"},
-                             "AdamW has calls = 1 in its state", 0),
+                             "Of an optimizer's `state`, only tensors are saved", 0),
     "tensor in state": ({STOP: STOP + "        state.mean = grad_norm\n"},
                         r"state.mean is tensor\(.*Use numbers", 0),
     "numbers as keys": ({STOP: STOP + "        state.seen = {3: step}\n"},
