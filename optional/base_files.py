@@ -30,23 +30,25 @@ def rewrite(
     if config is None:
         return
     base = Path(config.name_or_path or "no base")
-    write_settings(config, base / "config.json", directory)
-    write_settings(generation_config, base / "generation_config.json", directory)
+    for part, name in ((config, "config.json"), (generation_config, "generation_config.json")):
+        write_settings(part, base / name, directory / name)
 
 
-def write_settings(config: PretrainedConfig | GenerationConfig, base: Path, target: Path) -> None:
-    """Write the settings in the file `base`, also unknown ones, to the directory `target`, with the
-    values that the script has changed. Not if `config` is a part of the base's."""
-    settings = json.loads(base.read_text()) if base.is_file() else {}
-    if not settings or settings.get("model_type") != getattr(config, "model_type", None):
-        return
+def write_settings(config: PretrainedConfig | GenerationConfig, base: Path, path: Path) -> None:
+    """Write the settings in the file `base`, also unknown ones, with the values that the script has
+    changed; those in the file `path` if there is no base, or `config` is a part of the base's."""
+    settings = json.loads(path.read_text())
+    if base.is_file():
+        of_base = json.loads(base.read_text())
+        if of_base.get("model_type") == settings.get("model_type"):
+            settings = of_base
     before = type(config).from_dict(copy.deepcopy(settings)).to_dict()
     for name, value in config.to_dict().items():
         if value != before.get(name) and name != "_name_or_path":
             settings[name] = value
     if "dtype" in settings:
         settings["torch_dtype"] = settings["dtype"]  # its name in Transformers 4
-    _write_json(settings, target / base.name)
+    _write_json(settings, path)
 
 
 def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
