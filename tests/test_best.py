@@ -19,6 +19,7 @@ from conftest import (
 from in_process import start
 
 import gpt2_fsdp
+from core import export
 from core.ranks import STOPPED, Stopped
 
 
@@ -99,16 +100,22 @@ def test_resume_after_stop_during_export_repeats_validation(finished, flags, tmp
     check_equal_weights(output / "best", finished / "best")
 
 
-def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, capfd):
+def test_resume_writes_best_that_could_not_be_written(flags, tmp_path, monkeypatch, capfd):
     """The run that could not write it ends with an error, but has written final/."""
     output = tmp_path / "run"
     flags = [*flags, "--batch-size", 4, "--eval-every", 0, "--max-steps", 3, "--output-dir", output]
-    output.mkdir()
-    (output / "tmp-best").symlink_to("nothing")  # the directory cannot be created
-    assert start(gpt2_fsdp, *flags) == 1
+    make_empty = export._make_empty
+
+    def fail_for_best(directory: Path) -> None:
+        if directory.name == "tmp-best":
+            raise OSError("No space left")
+        make_empty(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_make_empty", fail_for_best)
+        assert start(gpt2_fsdp, *flags) == 1
     assert "error: best/ could not be written. Run the same command" in capfd.readouterr().err
     assert status(output) == "running" and (output / "final").is_dir()
-    (output / "tmp-best").unlink()
     for _ in range(2):
         assert start(gpt2_fsdp, *flags) == 0 and status(output) == "finished"
         check_equal_weights(output / "best", output / "final")
