@@ -437,7 +437,6 @@ def train(
         if save_due or is_stopping:
             state.loss_sums = ranks.on_every_rank(loss_sum.item)
             state.scaler = scaler.state_dict()
-            watchdog.restart()  # optional: watchdog
             must_succeed = is_last or is_stopping or not is_saved
             tensors = snapshot(model, names, optimizers, state)
             is_saved = save(run, tensors, state, log, must_succeed)
@@ -475,7 +474,6 @@ def evaluate(
                           "--model-name are not finite, or too large for --precision.")  # fmt: skip
         log.write("val", **results)
         state.needs_validation = False
-        watchdog.restart()  # optional: watchdog
         how = export_model, model, stop.check  # optional: save_best
         loss = save_best.write(args, state, loss, *how)  # optional: save_best
     except Stopped:

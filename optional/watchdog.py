@@ -1,12 +1,11 @@
 """What a rank that hangs waits for. Without this file, it ends by the time-out of a collective, and
-nothing tells where it was, or whom it waited for at the start. A worker process that dies prints a
-traceback. Any rank may call these functions."""
+nothing tells where it was, or whom it waited for at the start. Any rank may call these functions.
+"""
 
 import contextlib
 import faulthandler
 import functools
 import os
-import re
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from core import ranks
-from core.ranks import Problem
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
 _file: IO[str] | None = None  # open in a watched function
@@ -48,8 +46,7 @@ def _watch_start() -> None:
 def watched(train: Callable) -> Callable:
     """Return `train`, whose first argument are the script's, as a function that writes all stacks
     to OUTPUT_DIR/stacks-rank-N.txt if `restart` is not called for a third of the time-out. At its
-    end, also by an error, an empty file is deleted. It raises Problem if a worker process of a
-    loader fails."""
+    end, also by an error, an empty file is deleted."""
 
     @functools.wraps(train)
     def run(args: Any, *others: Any) -> Any:
@@ -60,14 +57,6 @@ def watched(train: Callable) -> Callable:
             restart()
             try:
                 return train(args, *others)
-            except (OSError, RuntimeError, EOFError) as error:
-                if not re.search("DataLoader|in pin memory thread", str(error)):
-                    raise
-                raise Problem(
-                    f"A worker process failed to load samples ({error}). Give the container more "
-                    "shared memory in /dev/shm, as with docker's --shm-size=16g, or pass "
-                    "--num-workers 0."
-                ) from error
             finally:
                 faulthandler.cancel_dump_traceback_later()
                 with contextlib.suppress(OSError):  # do not hide the reason for the end

@@ -13,7 +13,6 @@ from conftest import check_equal_weights, launch, metrics
 from plain import mean_loss, save
 
 import policies
-from core.ranks import Problem
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
@@ -182,11 +181,3 @@ def test_units_of_a_model_of_one_layer_are_its_blocks():
     model = kind(transformers.T5Config(num_layers=1, d_model=8, d_kv=4, d_ff=8, num_heads=2))
     blocks = (type(model.encoder.block[0]),)
     assert policies.layer_classes(model, kind, blocks) == blocks
-
-
-def test_blocks_without_a_comma_are_refused():
-    kind = transformers.GPT2LMHeadModel
-    model = kind(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
-    block = type(model.transformer.h[0])
-    with pytest.raises(Problem, match=r"BLOCKS is a class, not a tuple. Write \(GPT2Block,\)"):
-        policies.layer_classes(model, kind, block)
