@@ -14,7 +14,11 @@ from optional import flag_advice
 def start(script: ModuleType, *flags: object) -> int:
     """Run a script as a process group of one, and return its exit code; errors go to stderr."""
 
+    exit_now, process = os._exit, os.getpid()
+
     def end(code: int) -> None:
+        if os.getpid() != process:  # a worker of a loader
+            exit_now(code)
         raise SystemExit(code)
 
     argv = [script.__file__, *map(str, flags)]
