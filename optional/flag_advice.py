@@ -16,8 +16,6 @@ NO_EFFECT = {  # flags, and patterns of others with which they do nothing
     "--warmup-steps": "--lr-schedule step",
     "--epochs": "--max-steps [1-9].*",
     "--shard-group-size": "--strategy (?!hybrid_shard).*",
-    "--fsdp": "--strategy ddp",
-    "--cpu-offload": "--strategy ddp",
 }
 
 

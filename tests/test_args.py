@@ -83,7 +83,6 @@ def test_repeated_values_of_betas_are_accepted():
     (["--min-lr-ratio", 0.1], ""),
     (["--epochs", 3, "--max-steps", 9], "--epochs has no effect with --max-steps 9."),
     (["--shard-group-size", 2], "--shard-group-size has no effect with --strategy full_shard."),
-    (["--strategy", "ddp", "--fsdp", 2], "--fsdp has no effect with --strategy ddp."),
     (["--lr", 1, "--epochs", 3, "--lr=2", "--no-save-best", "--save-best"], ""),
     (["--dataset", "a.txt", "b.txt", "--betas", 0.9, 0.9], ""),
     (["--dataset", "a.csv", "--dataset-config", "b"],
@@ -111,7 +110,7 @@ def test_typing_errors_get_a_suggestion(flags, message, monkeypatch):
 def test_values_out_of_range_are_one_message_and_then_combinations():
     """Combinations are judged with valid numbers only: a wrong one has no second message."""
     numbers = ["--batch-size", "0", "--lr", "1e30", "--warmup-ratio", "1", "--weight-decay", "nan"]
-    flags = ["--strategy", "hybrid_shard", "--shard-group-size", "3", "--wrap", "size"]
+    flags = ["--strategy", "ddp", "--fsdp", "2", "--wrap", "size"]
     assert refusal(gpt2_fsdp, *numbers, *flags) == (
         "--batch-size is 0, but must be at least 1, below 2,147,483,648. "
         "--lr is 1e+30, but must be at least 1e-12, below 10. "
@@ -119,7 +118,7 @@ def test_values_out_of_range_are_one_message_and_then_combinations():
         "--weight-decay is nan, but must be at least 0, below 2,147,483,648."
     )
     assert refusal(gpt2_fsdp, *flags) == (
-        "hybrid_shard needs a --shard-group-size above 1 that divides the processes. "
+        "--strategy ddp needs --fsdp 1, without --cpu-offload. "
         "--wrap size is neither block nor size:N."
     )
 
