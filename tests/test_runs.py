@@ -170,15 +170,13 @@ def test_worker_that_dies_in_a_save_does_not_interrupt_it(flags, tmp_path, more)
     command = ["gpt2_fsdp", "worker in save", 0, 0, *flags, "--num-workers", 1, *more]
     result = launch(0, "tests/workers/faulty.py", *command, "--output-dir", tmp_path, check=False)
     assert result.returncode == 1 and "could not be saved" not in result.stdout
-    assert "error: A worker process failed" in result.stderr and "Traceback" not in result.stderr
-    assert metrics(tmp_path, "save")
+    assert "DataLoader worker (pid(s) " in result.stderr and metrics(tmp_path, "save")
 
 
-def test_worker_that_dies_between_saves_is_noticed_and_explained(flags, tmp_path):
+def test_worker_that_dies_between_saves_is_noticed(flags, tmp_path):
     command = ["gpt2_fsdp", "worker", 0, 3, *flags, "--num-workers", 1, "--output-dir", tmp_path]
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert "error: A worker process failed" in result.stderr
+    assert result.returncode == 1 and "DataLoader worker (pid(s) " in result.stderr
     assert max(losses(tmp_path)) == 3
 
 
