@@ -92,9 +92,10 @@ QUICK_TESTS = {
                         "test_bad_input_exits_with_one_message"],
 }  # fmt: skip
 # They take minutes, some of them waiting, so they start first: a worker has whole files.
-LONG_FILES = {"test_any_model", "test_benchmarks", "test_change_a_script", "test_copies",
+LONG_FILES = {"test_any_model", "test_benchmarks", "test_change_a_script", "test_checkpoint",
+              "test_copies", "test_kill_it_three_times", "test_lesson", "test_lora",
               "test_parity", "test_policies", "test_ranks", "test_readme", "test_runs",
-              "test_simulated_device", "test_slurm", "test_whole_runs"}  # fmt: skip
+              "test_simulated_device", "test_slurm", "test_steps", "test_whole_runs"}  # fmt: skip
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 TINY = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--log-every", "1"]
 SHORT = {  # flags for texts that take little time
