@@ -178,7 +178,6 @@ def test_empty_value_is_refused(flags):
 
 def test_flags_resolve_in_any_order_of_the_sections(monkeypatch):
     """Adapters choose FSDP2, which has other limits, precision is chosen, and batches are cut."""
-    monkeypatch.setattr("optional.lora.find_spec", lambda _: True)  # peft may not be installed
     flags = ["--lora-rank", "8", "--cpu-offload", "--precision", "fp16", "--global-batch-size", "6"]
     message = "--cpu-offload with --precision fp16 needs --fsdp 1."
     assert refusal(llama_fsdp, *flags) == message

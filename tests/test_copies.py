@@ -57,7 +57,7 @@ def check_copy(script: str, models: dict[str, Path], tmp_path: Path, *without: s
     if "prepare" in without:
         prepared = tmp_path / "data"
         launch(0, "tools/prepare.py", f"{script}.py", *flags, "--output-dir", prepared)
-        flags += ["--dataset", prepared / "prepared"]
+        flags[flags.index("--dataset") + 1] = prepared / "prepared"
     launch(2, copy / f"{script}.py", *flags, "--output-dir", tmp_path / "whole", cwd=copy)
     assert status(tmp_path / "whole") == "finished"
     assert list(losses(tmp_path / "whole")) == list(range(1, 7))

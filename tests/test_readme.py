@@ -211,7 +211,6 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     if "# GPUs" in line:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(policies, "compute_precision", lambda _: "bf16")
-        monkeypatch.setattr("optional.lora.find_spec", lambda _: True)
     monkeypatch.setattr(sys, "argv", [program, *flags])
     monkeypatch.setattr(os, "_exit", sys.exit)
     try:
