@@ -8,8 +8,7 @@
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
 learns is in `train`. Most causal models in Transformers can be trained by --model-name; for one of
 your own, replace MODEL and BLOCKS.
-To make your own script, copy this one with `tools/copy_script.py`.
-Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
+To copy this script, and for lines marked `# optional`, see README.md.
 """
 
 import os

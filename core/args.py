@@ -45,7 +45,7 @@ class Run:
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None
-    """validate every N steps, after each epoch and at the end; unset: not every N; 0: at the end"""
+    """unset: validate after each epoch and at the end; N: also every N steps; 0: only at the end"""
     save_every: Size = 50
     """save a checkpoint every N steps, after each epoch and at the end; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"

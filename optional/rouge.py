@@ -41,7 +41,7 @@ class Rouge:
     """Summaries that the model writes after training and in evaluation."""
 
     rouge_samples: Interval = None
-    """texts to summarize; 0: none; None: 32, or in an evaluation all"""
+    """texts to summarize; 0: none; unset: 32, or in an evaluation all"""
     num_beams: Size = 0
     """1: greedy; 0: as in generation_config.json"""
 

@@ -4,8 +4,7 @@ python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers watchd
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without all
 
 The copy has the license, the requirements, launch.slurm, two tools, settings of ruff, a README and
-a test. --without NAME leaves out all lines that end in `# optional: NAME`, and with them the file
-of that name in optional/ or prepare/, or the folder prepare/.
+a test. README.md says what --without leaves out.
 """
 
 import re
@@ -107,9 +106,7 @@ def other_files(script: str, kept: Sequence[str], without: Sequence[str]) -> dic
 def of_a_copy(text: str, kept: Sequence[str]) -> str:
     """Return a text without what a copy with the optional modules `kept` lacks: rows are data of
     prepare, without which it trains on data/prepared."""
-    lines = ["copy this one with `tools/copy_script"]
-    if not kept:
-        lines.append("that end in `# optional")
+    lines = ["To copy this script, and for"]
     if "prepare" not in kept:
         lines.append(r"python tools/docstrings\.py")
         text = DATASET.sub(r"\1data/prepared", text)
