@@ -11,6 +11,7 @@ tokens           rows that are tokenized already
 pairs            summarization pairs to tokens, for T5
 texts            texts to blocks, for GPT-2
 chats            chats to documents with exact targets, for Llama
+templates        chats as texts: chat templates, and the markers that they write
 chat_formats     chats of other formats than messages and prompt/completion
 template_checks  texts, starts and ends of turns, as a chat template renders them
 """

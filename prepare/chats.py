@@ -1,15 +1,10 @@
 """Chats for supervised fine-tuning: rows to documents with exact targets. Any rank may call it."""
 
-import contextlib
 import itertools
-import os
-import re
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import jinja2
 import numpy as np
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -18,8 +13,11 @@ import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import columns, losses, read, sets, tables, tokens
-from prepare.columns import CHAT, PAIR, TURN_KEYS, Form, forms_of
+from prepare.columns import CHAT, MORE, PAIR, TURN_KEYS, Form, forms_of
 from prepare.sets import Parts
+from prepare.templates import answer_ends as answer_ends
+from prepare.templates import ids_of, markers_of, text_of
+from prepare.templates import set_chat_template as set_chat_template
 
 IDS = List(Value("int32"))
 NUMBER = Value("int64")
@@ -30,60 +28,23 @@ FEATURES = {
     "lost": NUMBER,
     "key": NUMBER,
 }
-# Instead of today's date, so that each start has the same texts.
-FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
-| replace('%-d', '26') | replace('%I', '12') | replace('%p', 'PM')
-| replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
-| replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
-| replace('%M', '00') | replace('%S', '00') -}}{%- endmacro +%}"""
-WORD = "xyzzy"  # no template contains it
 ROLES = ("system", "user", "assistant", "tool")
 # What stands for a call or for tools, which are read from tool_calls and the column tools.
 OTHER_CALLS = ("function_call", "functions", "tools")
 TEXT = "--text-column {}"
-MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats and pairs
 FORMS = forms_of(CHAT, "messages", *MORE) + forms_of(PAIR, "prompt completion", *MORE)
 FORMS = chat_formats.FORMS  # optional: chat_formats
 FORMS = FORMS + forms_of(TEXT, "content") + forms_of(TEXT, "input_ids", "labels")
-# Each question and its answer form a text from BOS to EOS. The markers are plain text.
-LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
-{%- if turns and turns[0]['role'] == 'system' -%}
-{%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
-{%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
-{%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
-{{- raise_exception('user and assistant must alternate (not with --chat-template chatml)') -}}
-{%- elif turn['role'] == 'user' -%}
-{{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
-{{- turn['content'] | trim + ' [/INST]' -}}
-{%- else -%}{{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
-{%- endif -%}{%- endfor -%}"""
-# Tools and calls as in Hermes and Qwen 2.5.
-CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
-{%- if tools -%}{{- '<|im_start|>system\n' -}}
-{{- messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' -}}
-{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are '
-'provided with function signatures within <tools></tools> XML tags:\n<tools>' -}}
-{%- for tool in tools -%}{{- '\n' + tool | tojson -}}{%- endfor -%}
-{{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments '
-'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
-'<args-json-object>}\n</tool_call><|im_end|>\n' -}}{%- endif -%}
-{%- for turn in messages -%}
-{%- if turn['role'] == 'tool' -%}
-{{- '<|im_start|>user' if loop.first or loop.previtem['role'] != 'tool' -}}
-{{- '\n<tool_response>\n' + turn['content'] + '\n</tool_response>' -}}
-{{- '<|im_end|>\n' if loop.last or loop.nextitem['role'] != 'tool' -}}
-{%- elif not (tools and loop.first and turn['role'] == 'system') -%}
-{{- '<|im_start|>' + turn['role'] + '\n' -}}
-{%- set thought = turn['reasoning_content'] or turn['thinking'] -%}
-{{- '<think>\n' + thought + '\n</think>\n\n' if thought -}}{{- turn['content'] -}}
-{%- for call in turn['tool_calls'] or [] -%}{%- set function = call['function'] or call -%}
-{{- '\n' if turn['content'] or not loop.first -}}
-{{- '<tool_call>\n{"name": ' + function['name'] | tojson + ', "arguments": ' -}}
-{{- function['arguments'] | tojson + '}\n</tool_call>' -}}{%- endfor -%}
-{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
-{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
-TEMPLATES = {"llama-2": LLAMA_2, "chatml": CHATML}
-Chat = tuple  # turns, and tools or None
+
+
+@dataclass
+class Rendered:
+    """A document of a chat as text, with the turn, start and end of each answer that is a target.
+    `is_ended`: whether a marker ends the last one."""
+
+    text: str
+    answers: list
+    is_ended: bool
 
 
 def draw_documents(
@@ -136,8 +97,19 @@ def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:
 
 
 def encode_tokens(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
-    """Return the sample that a tokenized row is."""
-    ids, labels = read_tokens(row, length, tokenizer)
+    """Return the sample that a tokenized row is. Raise ValueError if it cannot be trained on."""
+    ids = tokens.check_tokens(row, "input_ids", "--max-seq-length", length, tokenizer)
+    labels = [-100, *row.get("labels", ids)[1:]]
+    if len(labels) != len(ids) or {*labels} == {-100}:
+        raise ValueError("labels must be one per token, and not all -100")
+    before = -100
+    for token, label in zip(ids, labels, strict=True):
+        if str(label) not in (str(token), "-100"):  # True is not 1
+            raise ValueError(f"labels must be -100 or the token, not {label} for {token}")
+        # Other tools take EOS for padding.
+        if token == tokenizer.eos_token_id and label == -100 != before:
+            raise ValueError("labels exclude the EOS after a target: the model would not stop")
+        before = label
     first = np.argmax(np.array(labels) != -100)  # target
     return samples_of([(ids, labels)], ids[:first] if first > 1 else ids, length)
 
@@ -151,11 +123,11 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
         raise ValueError(f"the document is {text!r}, not text")
     chat_formats.check_text(text)  # optional: chat_formats
     ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
-    notes = find_marks(text, tokenizer)
-    notes["change"] = losses.find_change(text, ids, tokenizer)
+    mark = losses.find_mark(text, tokenizer)
+    change = losses.find_change(text, ids, tokenizer)
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
-    return samples_of([(ids, [-100, *ids[1:]])], text, length, **notes)
+    return samples_of([(ids, [-100, *ids[1:]])], text, length, mark=mark, change=change)
 
 
 def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
@@ -164,12 +136,12 @@ def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
     chat, whole_turns = read_chat(row, form)
     documents, rendered = encode(chat, tokenizer)
     ids, _ = documents[-1]
-    notes = find_marks(str(chat), tokenizer)
-    notes["change"] = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
-    notes["turns"] = whole_turns
+    mark = losses.find_mark(str(chat), tokenizer)
+    change = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
     turns, _ = chat
     first = [turn["role"] for turn in turns].index("assistant")
-    return samples_of(documents, turns[:first] or turns, length, **notes)
+    prompt = turns[:first] or turns
+    return samples_of(documents, prompt, length, mark=mark, change=change, turns=whole_turns)
 
 
 def check_columns(row: dict, form: Form, tokenizer: Tokenizer) -> None:
@@ -181,43 +153,10 @@ def check_columns(row: dict, form: Form, tokenizer: Tokenizer) -> None:
             raise ValueError(f"{column} has a rendered chat ({header!r} in it). Write messages")
 
 
-def find_marks(text: str, tokenizer: Tokenizer) -> dict:
-    """Return the first special token, and the first mark that is none, which a text spells."""
-    match = special_tokens(tokenizer).search(text)
-    return {"spells": match and match[0], "mark": losses.find_mark(text, tokenizer)}
-
-
-@dataclass
-class Markers:
-    """What a chat template puts around texts: after a `question`, the `header` of an answer, which
-    is the last line of what a generation prompt has `added`; the `tails` of a text and of a call,
-    and the tokens that end these, `stops` as texts. `known` has all tags of the template and of the
-    tokenizer."""
-
-    known: str
-    ends: list
-    tails: list
-    question: str = ""
-    header: str = ""
-    added: str = ""
-    stops: tuple = ()
-
-
-@dataclass
-class Rendered:
-    """A document of a chat as text, with the turn, start and end of each answer that is a target.
-    `is_ended`: whether a marker ends the last one."""
-
-    text: str
-    answers: list
-    is_ended: bool
-
-
 def read_chat(row: dict, form: Form) -> tuple:
     """Return the chat in one or two columns of a row, and its turns with all their keys. A turn is
     not a target if its `train` is False. Raise ValueError if the row is unusable."""
     check_preferences(row, form)
-    row = {column: row[column] for column in form.columns + form.more if column in row}
     row = chat_formats.normalize(row, form)  # optional: chat_formats
     turns = (as_objects if len(form.columns) == 1 else read_pair)(row, *form.columns)
     for column in ("system", "system_prompt"):
@@ -238,16 +177,14 @@ def read_chat(row: dict, form: Form) -> tuple:
 def check_preferences(row: dict, form: Form) -> None:
     """Raise Problem for unpaired preferences, whose answers may be bad ones, unless flags name the
     columns that are read."""
-    # Beside other pairs, a label is the class of an answer.
-    has_label = form.flags == CHAT or "completion" in form.columns
-    for column in ("label", "kto_tag") if has_label else ("kto_tag",):
-        is_boolean = str(row.get(column)).lower() in ("true", "false")
-        if is_boolean and not form.is_named:
-            flags = form.flags.format(*form.columns)
-            raise Problem(
-                f"{column} is {row[column]}, as in unpaired preferences. Delete the rows where it "
-                f"is false, and pass {flags}"
-            )
+    tag = row.get("kto_tag")
+    if form.flags == CHAT or "completion" in form.columns:
+        tag = row.get("label", tag)  # beside other pairs, it is the class of an answer
+    if str(tag).lower() in ("true", "false") and not form.is_named:
+        raise Problem(
+            f"label or kto_tag is {tag}, as in unpaired preferences. Delete the rows where it is "
+            f"false, and pass {form.flags.format(*form.columns)}"
+        )
 
 
 def with_system(turns: list, column: str, system: Any) -> list:
@@ -263,33 +200,26 @@ def with_system(turns: list, column: str, system: Any) -> list:
 def read_pair(row: dict, first: str, completion: str) -> list:
     """Return the turns of a prompt, a text or a list of turns, and of its completion. In a prompt,
     the assistant's turns are no targets unless they say so."""
-    for column, role in ((first, "user"), (completion, "assistant")):
-        value = row.get(column)
-        if not isinstance(value, list):
-            row = row | {column: [{"role": role, "content": value}]}
     turns = []
-    for turn in as_objects(row, first):
+    for turn in as_objects(row, first, "user"):
         is_answer = turn.get("role") == "assistant"
         turns.append({"train": False} | turn if is_answer else turn)
-    answers = as_objects(row, completion)
+    answers = as_objects(row, completion, "assistant")
     if answers[0].get("role") != "assistant":
         way = CHAT.format(completion)
         raise ValueError(f"{completion} is no answer. If it has chats, pass only {way}")
     return turns + answers
 
 
-def as_objects(row: dict, key: str) -> list:
-    """Return the list of objects in `row[key]`. Raise ValueError if it is something else, or
-    empty."""
+def as_objects(row: dict, key: str, role: str = "") -> list:
+    """Return the list of objects in `row[key]`; with `role`, another value is the content of a
+    turn. Raise ValueError if there is no such list, or an empty one."""
     value = row.get(key)
+    if role and not isinstance(value, list):
+        return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
         raise ValueError(f"{key} is no list of objects. Turns are objects with role and content")
     return value
-
-
-def is_target(turn: dict) -> bool:
-    """Return whether a turn is trained on."""
-    return turn["role"] == "assistant" and turn.get("train", True) is True
 
 
 def check_turn(turn: dict) -> None:
@@ -311,31 +241,12 @@ def check_turn(turn: dict) -> None:
             raise ValueError(f"the call {function} has no name or no object `arguments`")
 
 
-def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
-    """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none. Turns end
-    in EOS instead of an <|im_end|> that the tokenizer would spell in letters."""
-    if tokenizer.chat_template is None:
-        choice = choice or "llama-2"
-    try:
-        if choice:
-            template = TEMPLATES.get(choice) or Path(choice).expanduser().read_text("utf-8-sig")
-            eos = tokenizer.eos_token
-            if eos and "<|im_end|>" not in tokenizer.get_vocab():
-                template = template.replace("<|im_end|>", eos)
-            tokenizer.chat_template = template
-            print0(f"The chat template is {choice}. Exports contain it.")
-        tokenizer.apply_chat_template([{"role": "user", "content": WORD}], tokenize=False)
-    except (OSError, UnicodeError):
-        message = f"--chat-template {choice} is no UTF-8 file, nor llama-2 or chatml."
-        raise Problem(message) from None
-    except jinja2.TemplateSyntaxError as error:
-        place = choice or "the tokenizer's chat template"
-        raise Problem(f"{place}, line {error.lineno}: {error.message}.") from None
-    except Exception:  # a template may reject a question without an answer
-        return
+def is_target(turn: dict) -> bool:
+    """Return whether a turn is trained on."""
+    return turn["role"] == "assistant" and turn.get("train", True) is True
 
 
-def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
+def encode(chat: tuple, tokenizer: Tokenizer) -> tuple:
     """Return the documents of a chat, and the text of the last. Raise an error if the template is
     not fit for it. Targets are the tokens of the assistant's turns, from after the header through
     the end marker. A first token is none: nothing predicts it. EOS is appended to an answer that
@@ -354,7 +265,7 @@ def encode(chat: Chat, tokenizer: Tokenizer) -> tuple:
     return documents, rendered[-1].text
 
 
-def render(chat: Chat, tokenizer: Tokenizer) -> list:
+def render(chat: tuple, tokenizer: Tokenizer) -> list:
     """Return a chat's documents as texts, with the answers in each. Each answer is a target in one
     text, rendered without the turns after it: some templates drop reasoning before the last
     question. Raise Problem if an answer does not start with its generation prompt."""
@@ -378,75 +289,6 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list:
         tail = markers_of(tokenizer).tails["tool_calls" in turn]
         documents.append(Rendered(text, spans, tail != ""))
     return documents
-
-
-def markers_of(tokenizer: Tokenizer) -> Markers:
-    """Return the markers of a tokenizer's chat template."""
-    return find_markers(tokenizer, str(tokenizer.chat_template))
-
-
-@lru_cache(maxsize=10)
-def find_markers(tokenizer: Tokenizer, template: str) -> Markers:
-    """Return the markers of a tokenizer's chat template, "" where it rejects the turns."""
-    added = tokenizer.added_tokens_decoder
-    known = template + " ".join(map(str, added.values()))
-    known += known.replace("/", "")  # </think> may be the end of <think>
-    markers = Markers(known, [tokenizer.eos_token_id], [])
-    asked = {"role": "user", "content": WORD}
-    answer = {"role": "assistant", "content": WORD}
-    with contextlib.suppress(ValueError):
-        chat = [asked, answer, asked], None
-        prompt = text_of(chat, 3, tokenizer, is_prompt=True)
-        *_, header = prompt.split(WORD)
-        *_, markers.header = header.partition("<think>")[0].strip().split("\n")
-        text = text_of(chat, 3, tokenizer)
-        *_, markers.question = text.split(WORD, 2)
-        markers.added = prompt.removeprefix(os.path.commonprefix([text, prompt]))
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f"}}
-    call["function"]["arguments"] = {"of": WORD}
-    twice = answer | {"content": "", "tool_calls": [call, call]}
-    once = twice | {"tool_calls": [call]}
-    asked = {"role": "user", "content": "?"}
-    tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}
-    for turn, more, tools in ((answer, None, None), (once, twice, [tool])):
-        after = ""
-        with contextlib.suppress(ValueError):
-            text = text_of(([asked, turn], tools), 2, tokenizer)
-            _, *_, after = text.split(WORD)  # ValueError if the template drops it
-            longer = more and text_of(([asked, more], tools), 2, tokenizer)
-            # If nothing ends a call, the text of one more call starts with it.
-            if more and longer != text and longer.startswith(text):
-                after = ""
-        ids = ids_of(after, tokenizer)
-        # Gemma has an added token that is a line break.
-        ends = [token for token in ids if str(added.get(token, "")).strip()]
-        markers.ends += ends[-1:] if more else ends
-        markers.tails.append(after.strip())
-    markers.stops = tuple(str(added[token]) for token in markers.ends if token in added)
-    return markers
-
-
-def text_of(chat: Chat, count: int, tokenizer: Tokenizer, is_prompt: bool = False) -> str:
-    """Return the first `count` turns as the chat template renders them: with the header of an
-    answer if `is_prompt`, else without the line break after the last end marker, which is no
-    target."""
-    turns, tools = chat
-    template = tokenizer.get_chat_template(tools=tools)
-    if "strftime_now" in template:
-        template = FIXED_DATE + template
-    try:
-        text = tokenizer.apply_chat_template(
-            turns[:count],
-            tools,
-            chat_template=template,
-            add_generation_prompt=is_prompt,
-            tokenize=False,
-        )
-    except Exception as error:  # a template is a program and may raise anything
-        has_calls = tools or any("tool_calls" in turn for turn in turns)  # as in other rows
-        kind = Problem if has_calls else ValueError
-        raise kind(f"the chat template rejects the chat: {error}") from error
-    return text if is_prompt else text.rstrip()
 
 
 def tokenize(text: str, answers: list, tokenizer: Tokenizer) -> list:
@@ -498,7 +340,7 @@ def join_answer(prompt: list, answer: str, together: list, tokenizer: Tokenizer)
 def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     """Return the tokens of text[:end] by end. The tokens from a special token do not depend on the
     text before it, so each text between these is tokenized once."""
-    marks = [match.start() for match in special_tokens(tokenizer).finditer(text)]
+    marks = [match.start() for match in losses.special_tokens(tokenizer).finditer(text)]
     pieces = {}
     for end in ends:
         places = [0, *(mark for mark in marks if 0 < mark < end), end]
@@ -506,42 +348,6 @@ def tokenize_prefixes(text: str, ends: set, tokenizer: Tokenizer) -> dict:
     texts = [*{*itertools.chain(*pieces.values())}]
     ids = dict(zip(texts, ids_of(texts, tokenizer), strict=True))
     return {end: [*itertools.chain(*map(ids.get, pieces[end]))] for end in ends}
-
-
-@lru_cache
-def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
-    """Return a pattern of the special tokens of a tokenizer, with the spaces that they strip."""
-    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-    patterns = [(r"\s*" if token.lstrip else "") + re.escape(str(token)) for token in tokens]
-    return re.compile("|".join(patterns) or "(?!)")  # matches nothing
-
-
-def ids_of(text: str | list, tokenizer: Tokenizer) -> list:
-    """Return the tokens of a part of a rendered chat, or of each of several."""
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple:
-    """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
-    ids = tokens.check_tokens(row, "input_ids", "--max-seq-length", length, tokenizer)
-    labels = [-100, *row.get("labels", ids)[1:]]
-    if len(labels) != len(ids) or {*labels} == {-100}:
-        raise ValueError("labels must be one per token, and not all -100")
-    before = -100
-    for token, label in zip(ids, labels, strict=True):
-        if str(label) not in (str(token), "-100"):  # True is not 1
-            raise ValueError(f"labels must be -100 or the token, not {label} for {token}")
-        # Other tools take EOS for padding.
-        if token == tokenizer.eos_token_id and label == -100 != before:
-            raise ValueError("labels exclude the EOS after a target: the model would not stop")
-        before = label
-    return ids, labels
-
-
-def answer_ends(tokenizer: Tokenizer) -> list:
-    """Return the tokens that end a generation: EOS, the added tokens that the chat template puts
-    after an answer, and the last one after a call."""
-    return markers_of(tokenizer).ends
 
 
 load = partial(sets.load_sets, load_parts=load_documents, draw=draw_documents)

@@ -14,6 +14,7 @@ FEW = 3  # values of a column that are printed
 EMPTY = {"None", "", "[]", "{}"}  # values, as text, that say nothing
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
              "thinking", "train")  # fmt: skip
+MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats and pairs
 CHAT = "--prompt-column {}"
 PAIR = "--prompt-column {} --completion-column {}"
 
@@ -28,10 +29,6 @@ class Form:
     more: tuple = ()
     is_named: bool = False
 
-    def fits(self, names: list) -> bool:
-        """Return whether these are different columns, and all among `names`."""
-        return len({*self.columns} & {*names}) == len(self.columns)
-
 
 def forms_of(flags: str, names: str, *more: str) -> list:
     """Return the forms that `names` lists, such as "question answer, prompt response"."""
@@ -43,11 +40,12 @@ def find_form(name: str, names: list, forms: list, args: Any) -> Form:
     of one of `forms`. With several data sets, the flags are for those that have the columns. Raise
     Problem if nothing fits, or several forms do."""
     chosen = named_forms(forms, args)
-    fitting = [form for form in chosen if form.fits(names)]
+    # One column that is named twice does not fit.
+    fitting = [form for form in chosen if len({*form.columns} & {*names}) == len(form.columns)]
     if not fitting and (not chosen or len(args.dataset + args.val_dataset) > 1):
-        fitting = [form for form in forms if form.fits(names)]
-    kinds = {form.flags for form in fitting}
-    if kinds.issuperset({CHAT, PAIR}):  # pairs beside chats are left out, unless flags name them
+        fitting = [form for form in forms if {*form.columns} <= {*names}]
+    # Pairs beside chats are left out, unless flags name them.
+    if {CHAT, PAIR} <= {form.flags for form in fitting}:
         other = CHAT if fitting[0].is_named else PAIR
         fitting = [form for form in fitting if form.flags != other]
     if len(fitting) == 1:
@@ -56,8 +54,7 @@ def find_form(name: str, names: list, forms: list, args: Any) -> Form:
         problem = "fits several formats"
         choices = [form.flags.format(*map(shlex.quote, form.columns)) for form in fitting]
     else:
-        named = [form.flags.format(*form.columns) for form in chosen]
-        problem = f"has no {' or '.join(named or ['known format'])}"
+        problem = "lacks the columns that flags name" if chosen else "has no known format"
         choices = dict.fromkeys(form.flags.format("NAME", "NAME") for form in forms)
     raise Problem(
         f"Data set {name} {problem}. Its columns are: {', '.join(names)}. Pass "

@@ -13,8 +13,7 @@ from core.ranks import print0
 
 LINES = {  # columns of samples with what is lost, or "", and the line about them
     "change": "the tokenizer changes {} texts, for example: {}",
-    "mark": "{} texts have marks such as {}, which are no tokens: another template's",
-    "spells": "{} documents spell special tokens such as {}. Text of chats becomes these.",
+    "mark": "{} texts spell special tokens, or marks that are no tokens, such as {}",
     "skipped": "Skipped {} rows, for example: {}",
 }
 # `others` of a batch's first sample are the columns and keys that are not read, as JSON.
@@ -23,12 +22,25 @@ SPACES = ("\n", "\t", "  ")
 MARK = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?\w+_of_\w+>|\[/?INST\]|\[/[A-Z_]+\]|</s>")
 
 
+@lru_cache
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern:
+    """Return a pattern of the special tokens of a tokenizer, with the spaces that they strip."""
+    patterns = [
+        (r"\s*" if token.lstrip else "") + re.escape(str(token))
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special
+    ]
+    return re.compile("|".join(patterns) or "(?!)")  # matches nothing
+
+
 def find_mark(text: str, tokenizer: Tokenizer) -> str:
-    """Return the first mark of a chat template in a text that is no token; "" if there is none."""
+    """Return the first mark of a chat template in a text that is no token, or the first special
+    token that it spells; "" if there is none."""
     for mark in MARK.findall(text):
         if tokenizer.convert_tokens_to_ids(mark) in (None, tokenizer.unk_token_id):
             return mark
-    return ""
+    match = special_tokens(tokenizer).search(text)
+    return match[0] if match else ""
 
 
 def find_change(text: str, ids: list, tokenizer: Tokenizer, is_rendered: bool = False) -> str:
@@ -56,18 +68,14 @@ def difference(*texts: str) -> list:
 @lru_cache
 def lost_spaces(tokenizer: Tokenizer) -> list:
     """Return those of SPACES that a tokenizer does not keep between letters."""
-    lost = []
-    for spaces in SPACES:
-        ids = tokenizer(f"a{spaces}b")["input_ids"]
-        if spaces not in tokenizer.decode(ids):
-            lost.append(spaces)
-    return lost
+    texts = {spaces: tokenizer.decode(tokenizer(f"a{spaces}b")["input_ids"]) for spaces in SPACES}
+    return [spaces for spaces, text in texts.items() if spaces not in text]
 
 
 def print_losses(name: str, samples: Dataset) -> None:
     """Print how many samples have which of FEATURES, with the first of each."""
     for column, line in LINES.items():
-        examples = [example for example in samples[column][:] if example]
+        examples = [*filter(None, samples[column][:])]
         if examples:
             print0(f"{name}: " + line.format(f"{len(examples):,}", examples[0]))
 

@@ -77,11 +77,8 @@ def load_wikihow(args: Any) -> Parts:
     rows = tables.map_rows("wikihow", table, function, PAIR | {"split": TEXT}, args)
     splits = np.array(rows["split"][:])
     parts = {}
-    for split in ("train", "validation", "test"):
-        chosen = np.flatnonzero(splits == split)
-        if len(chosen):
-            parts[split] = rows.select(chosen)
-            print0(f"wikihow: {len(chosen):,} rows, split {split}")
+    for split in {*splits}:
+        parts[split] = rows.select(np.flatnonzero(splits == split))
     return parts
 
 
@@ -101,13 +98,14 @@ def clean_article(row: dict, titles: dict) -> list:
         return []
     text = re.sub(r"\.+[\r\n]+,", ".\n", text)
     summary = summary.replace(".,", ".")
-    sample = {
-        "text": " ".join(text.split()),
-        "summary": " ".join(summary.split()),
-        "key": tables.stable_hash(title or text),
-        "split": split,
-    }
-    return [sample]
+    return [
+        {
+            "text": " ".join(text.split()),
+            "summary": " ".join(summary.split()),
+            "key": tables.stable_hash(title or text),
+            "split": split,
+        }
+    ]
 
 
 def clean_pair(row: dict, form: Form) -> list:
@@ -146,8 +144,9 @@ def draw(
     print0(f"{name}, {split}: {len(rows):,} of {total:,} rows drawn")
     if "labels" not in rows.column_names:
         limits = {"--source-length": args.source_length, "--target-length": args.target_length}
-        prefix = args.source_prefix
-        function = partial(encode_pair, prefix=prefix, limits=limits, tokenizer=tokenizer)
+        function = partial(
+            encode_pair, prefix=args.source_prefix, limits=limits, tokenizer=tokenizer
+        )
         features = TOKENS | dict.fromkeys(limits, Value("int32"))
         rows = tables.map_rows(name, tables.as_table(rows), function, features, args)
         for flag, limit in limits.items():

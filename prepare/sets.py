@@ -43,8 +43,9 @@ def load_sets(
             limit = args.num_train_samples
             training.append(draw(name, "train", parts["train"], limit, tokenizer, args))
     for name, samples in validation.items():
-        drawn = draw(name, "validation", samples, args.num_val_samples, tokenizer, args)
-        validation[name] = drawn.with_format("numpy")
+        validation[name] = draw(
+            name, "validation", samples, args.num_val_samples, tokenizer, args
+        ).with_format("numpy")
     described = [samples.info.description for samples in (*training, *validation.values())]
     for line in dict.fromkeys(filter(None, described)):
         print0(line)

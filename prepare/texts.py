@@ -28,15 +28,13 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     parts = {}
     for part, table in read.read(spec, config, has_texts=True).items():
         form = columns.find_form(spec, table.columns, FORMS, args)
-        if form.columns == ("input_ids",):
-            size = args.block_size
-            function = partial(read_block, form=form, tokenizer=tokenizer, size=size)
-            parts[part] = tables.map_rows(spec, table, function, FEATURES, args)
-            continue
-        are_lines = "wikitext" in spec.lower()
-        function = partial(encode_text, form=form, tokenizer=tokenizer, are_lines=are_lines)
-        documents = tables.map_rows(spec, table, function, FEATURES, args)
-        parts[part] = cut(spec, documents, args.block_size, tokenizer)
+        are_blocks = form.columns == ("input_ids",)
+        function = partial(read_block, form=form, tokenizer=tokenizer, size=args.block_size)
+        if not are_blocks:
+            are_lines = "wikitext" in spec.lower()
+            function = partial(encode_text, form=form, tokenizer=tokenizer, are_lines=are_lines)
+        rows = tables.map_rows(spec, table, function, FEATURES, args)
+        parts[part] = rows if are_blocks else cut(spec, rows, args.block_size, tokenizer)
     return parts
 
 
@@ -65,13 +63,13 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, are_lines: bool) ->
             part, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
         ids = encoded["input_ids"]
-        spelled = [word for word in tokenizer.all_special_tokens if word in part]
-        document = {
-            "input_ids": [*ids, tokenizer.eos_token_id],
-            "change": losses.find_change(part, ids, tokenizer),
-            "mark": losses.find_mark(part, tokenizer) or "".join(spelled[:1]),
-        }
-        documents.append(document)
+        documents.append(
+            {
+                "input_ids": [*ids, tokenizer.eos_token_id],
+                "change": losses.find_change(part, ids, tokenizer),
+                "mark": losses.find_mark(part, tokenizer),
+            }
+        )
     is_line = are_lines and text.endswith(" \n")
     if is_line or continues:
         documents[-1]["input_ids"].pop()
@@ -80,11 +78,9 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, are_lines: bool) ->
 
 def cut(name: str, documents: Dataset, size: int, tokenizer: Tokenizer) -> Dataset:
     """Return the blocks of documents, with BOS if the tokenizer adds it."""
-    bos = []
     added = tokenizer("", verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
-    if tokenizer.bos_token_id in added and tokenizer.bos_token_id != eos:
-        bos = [tokenizer.bos_token_id]
+    bos = [token for token in added if token == tokenizer.bos_token_id != eos]
     if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
         raise Problem(f"Data set {name} has no text.")
     key = tables.cache_key(blocks, documents._fingerprint, size, bos)

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import llama_fsdp
 from core.ranks import Problem
 from optional import lora
-from prepare import chats
+from prepare import templates
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -317,7 +317,7 @@ def test_routers_and_experts_get_no_adapters(process_group):
 ])  # fmt: skip
 def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
-    tokenizer.chat_template = chats.TEMPLATES["chatml"]
+    tokenizer.chat_template = templates.TEMPLATES["chatml"]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
     source = dict(model.state_dict())

@@ -89,7 +89,10 @@ def test_texts_that_tokens_spell_exactly_have_no_line(script, tmp_path, capfd):
 def test_marks_of_another_template_are_counted(script, mark, tmp_path, capfd):
     texts = ["b"] * 30 + [f"a {mark} b <|im_start|>"] * 2
     load(script, texts, marked(CHATML), tmp_path)
-    assert f"2 texts have marks such as {mark}, " in capfd.readouterr().out
+    assert (
+        f"2 texts spell special tokens, or marks that are no tokens, such as {mark}\n"
+        in capfd.readouterr().out
+    )
 
 
 def test_cut_texts_and_summaries_are_counted(tmp_path, capfd):

@@ -24,7 +24,7 @@ from in_process import start
 from parity import val_rows
 from transformers import ByT5Tokenizer
 
-from prepare import chats
+from prepare import templates
 
 SCRIPTS = pytest.mark.parametrize("script", [
     "T5_training",  # `make test` runs those of T5
@@ -116,7 +116,7 @@ def test_exports_reload_with_the_same_loss(script, finished, flags, tmp_path):
         assert result["ids"] == ByT5Tokenizer()("a text").input_ids
         assert result["class"] == import_module(script).MODEL.__name__
     check_tied_once(run)
-    assert result["template"] == (chats.LLAMA_2 if is_llama else None)
+    assert result["template"] == (templates.LLAMA_2 if is_llama else None)
     assert not is_llama or result["temperature"] == 0.6  # the base's
     assert losses(run)[8] < 0.9 * losses(run)[1] or not is_llama
 

@@ -3,7 +3,7 @@
 Transformers drops a line break after a block (`%}`), but keeps one inside `{{ }}`.
 """
 
-from prepare.chats import TEMPLATES
+from prepare.templates import TEMPLATES
 
 # The space precedes a turn, so that the text of the first turns is a prefix of the whole text.
 PROMPTER = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{

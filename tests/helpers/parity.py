@@ -13,7 +13,7 @@ from plain import mean_loss
 from ten_steps import parse_args
 from transformers import ByT5Tokenizer
 
-from prepare import chats
+from prepare import templates
 
 WORKER = "tests/workers/parity_worker.py"
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
@@ -73,7 +73,7 @@ def val_rows(script: str, flags: list) -> dict[str, list[dict]]:
     """Return a script's validation samples, with token ids, by data set. Packs are documents."""
     module = importlib.import_module(script)
     (data,) = (value for name, value in vars(module).items() if name.endswith("_dataset"))
-    tokenizer = ByT5Tokenizer(chat_template=chats.LLAMA_2)
+    tokenizer = ByT5Tokenizer(chat_template=templates.LLAMA_2)
     _, sets = data.load(parse_args(module, flags).data, tokenizer)
     rows = {name: getattr(samples, "dataset", samples) for name, samples in sets.items()}
     return {name: list(samples.with_format(None)) for name, samples in rows.items()}
