@@ -123,11 +123,16 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
         raise ValueError(f"the document is {text!r}, not text")
     chat_formats.check_text(text)  # optional: chat_formats
     ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
-    mark = losses.find_mark(text, tokenizer)
     change = losses.find_change(text, ids, tokenizer)
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
-    return samples_of([(ids, [-100, *ids[1:]])], text, length, mark=mark, change=change)
+    return samples_of(
+        [(ids, [-100, *ids[1:]])],
+        text,
+        length,
+        mark=losses.find_mark(text, tokenizer),
+        change=change,
+    )
 
 
 def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
@@ -136,12 +141,17 @@ def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
     chat, whole_turns = read_chat(row, form)
     documents, rendered = encode(chat, tokenizer)
     ids, _ = documents[-1]
-    mark = losses.find_mark(str(chat), tokenizer)
     change = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
     turns, _ = chat
     first = [turn["role"] for turn in turns].index("assistant")
-    prompt = turns[:first] or turns
-    return samples_of(documents, prompt, length, mark=mark, change=change, turns=whole_turns)
+    return samples_of(
+        documents,
+        turns[:first] or turns,
+        length,
+        mark=losses.find_mark(str(chat), tokenizer),
+        change=change,
+        turns=whole_turns,
+    )
 
 
 def check_columns(row: dict, form: Form, tokenizer: Tokenizer) -> None:
@@ -178,8 +188,8 @@ def check_preferences(row: dict, form: Form) -> None:
     """Raise Problem for unpaired preferences, whose answers may be bad ones, unless flags name the
     columns that are read."""
     tag = row.get("kto_tag")
-    if form.flags == CHAT or "completion" in form.columns:
-        tag = row.get("label", tag)  # beside other pairs, it is the class of an answer
+    if tag is None and (form.flags == CHAT or "completion" in form.columns):
+        tag = row.get("label")  # beside other pairs, it is the class of an answer
     if str(tag).lower() in ("true", "false") and not form.is_named:
         raise Problem(
             f"label or kto_tag is {tag}, as in unpaired preferences. Delete the rows where it is "
