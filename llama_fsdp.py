@@ -312,7 +312,7 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizers.
     sets = train_set, *val_sets.values()
-    checks.check_data(sets, collate)  # optional: startup_checks
+    checks.check_data(train_set, collate)  # optional: startup_checks
     more = more_identity(model, tokenizer)
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
     state.add_flags(args.model, args.data, args.optim)

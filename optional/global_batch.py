@@ -29,7 +29,8 @@ class Total:
     def problems(self, args: Any) -> list[str]:
         """Return a message if the samples could not be cut."""
         optim = args.optim
-        total, processes = self.global_batch_size, environment_size()
+        total = self.global_batch_size
+        processes = environment_size()
         if total in (0, optim.batch_size * optim.gradient_accumulation_steps * processes):
             return []
         return [f"--global-batch-size {total} is not a multiple of {processes} processes, or is "

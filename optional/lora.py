@@ -66,7 +66,8 @@ def add(
     the projections in its `blocks`. Frozen weights are stored in the compute dtype, with
     --load-in-4bit the blocks' projections in NF4, and the adapters' initial values in rank 0's
     `initial`. Raise Problem if a target is not a projection."""
-    options, name = args.adapters, args.model.model_name
+    options = args.adapters
+    name = args.model.model_name
     if not options.lora_rank:
         return
     import peft
@@ -227,7 +228,8 @@ class Linear4bit(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        width, outputs = linear.in_features, linear.out_features
+        width = linear.in_features
+        outputs = linear.out_features
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
         self.dtype = dtype  # the compute dtype

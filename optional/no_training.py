@@ -31,7 +31,9 @@ class Only:
 def choose_checkpoint(args: Any, newest: Path | None) -> Path | None:
     """Return `newest`, or None if the weights of --model-name are evaluated. Raise Problem if they
     are not those of the run in --output-dir."""
-    only, name, output = args.only, args.model.model_name, args.run.output_dir
+    only = args.only
+    name = args.model.model_name
+    output = args.run.output_dir
     has_adapters = hasattr(args, "adapters") and args.adapters.lora_rank > 0
     is_checkpoint = only.export_only or (only.evaluate_only and has_adapters)
     if is_checkpoint and newest is None:
@@ -69,7 +71,8 @@ def run(
 ) -> None:  # fmt: skip
     """If flags ask for it, write final/, evaluation.json, or both, by functions of `script`, and
     end the process; otherwise return."""
-    only, output = args.only, args.run.output_dir
+    only = args.only
+    output = args.run.output_dir
     if only.export_only:
         script.export_model(model, tokenizer, output / "final", args.run.export_dtype)
     if only.evaluate_only:

@@ -29,7 +29,8 @@ def watch_start() -> None:
 
 
 def _watch_start() -> None:
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank = os.environ["RANK"]
+    size = os.environ["WORLD_SIZE"]
     others = "rank 0" if rank != "0" else "the others"
     text = f"Rank {rank} of {size} waits for {others}. To train on one process, unset RANK."
     for seconds, line in (
