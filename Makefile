@@ -32,9 +32,9 @@ test: $(VENV)/ready
 	$(PYTEST) -m "not slow and not ci"
 	@echo "Not run: the tests marked ci (make test-ci) and slow (make test-all)."
 
-# The others, in a quarter of an hour.
+# The others, in a quarter of an hour. Three processes for two cores, as some tests wait.
 test-ci: $(VENV)/ready
-	$(PYTEST) -m "ci and not slow"
+	$(PYTEST) --numprocesses 3 -m "ci and not slow"
 
 # They measure time and memory, so they run one at a time.
 test-slow: $(VENV)/ready
