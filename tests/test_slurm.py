@@ -200,7 +200,7 @@ def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
     (output / "status").write_text("stopped\n")
     job = Job(output, [], *flags, "--lr", "-1", "--output-dir", output)
     job.wait("FAILED")
-    assert job["Restarts"] == "0" and "--lr is -1. Pass a number" in job.report()
+    assert job["Restarts"] == "0" and "--lr is -1.0, but must be" in job.report()
 
 
 def test_failing_node_stops_the_others(cluster, tmp_path):
