@@ -54,7 +54,8 @@ def find_form(name: str, names: list, forms: list, args: Any) -> Form:
         problem = "fits several formats"
         choices = [form.flags.format(*map(shlex.quote, form.columns)) for form in fitting]
     else:
-        problem = "lacks the columns that flags name" if chosen else "has no known format"
+        named = [form.flags.format(*form.columns) for form in chosen]
+        problem = f"has no {' or '.join(named or ['known format'])}"
         choices = dict.fromkeys(form.flags.format("NAME", "NAME") for form in forms)
     raise Problem(
         f"Data set {name} {problem}. Its columns are: {', '.join(names)}. Pass "
