@@ -54,7 +54,7 @@ class Run:
     """newest checkpoints to keep"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype of exported weights"""
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Annotated[float, Range(1e-12, 1e6)] = 30.0
     """limit for a collective or download"""
 
 

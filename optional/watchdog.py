@@ -8,13 +8,12 @@ import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import IO, Any
 
 import torch.distributed as dist
 
-from core import ranks
+from core.ranks import environment_size
 
 WAIT_SECONDS = 5.0  # more than the starts of ranks differ by
 _file: IO[str] | None = None  # open in a watched function
@@ -22,26 +21,17 @@ _seconds = 0.0
 
 
 def watch_start() -> None:
-    """Without a process group, say after WAIT_SECONDS for whom this rank waits, and end it after
-    ranks.JOIN_SECONDS."""
-    if ranks.environment_size() > 1:
-        threading.Thread(target=_watch_start, daemon=True).start()
+    """Say after WAIT_SECONDS without a process group for whom this rank waits."""
+    if environment_size() > 1:
+        threading.Timer(WAIT_SECONDS, _print_wait).start()
 
 
-def _watch_start() -> None:
-    rank = os.environ["RANK"]
-    size = os.environ["WORLD_SIZE"]
-    others = "rank 0" if rank != "0" else "the others"
-    text = f"Rank {rank} of {size} waits for {others}. To train on one process, unset RANK."
-    for seconds, line in (
-        (WAIT_SECONDS, text),
-        (ranks.JOIN_SECONDS, f"error: {ranks.NOT_CONNECTED}"),
-    ):
-        time.sleep(seconds)
-        if dist.is_initialized():
-            return
-        print(line, file=sys.stderr, flush=True)
-    os._exit(1)  # it waits in C++
+def _print_wait() -> None:
+    if not dist.is_initialized():
+        rank = os.environ["RANK"]
+        others = "rank 0" if rank != "0" else "the others"
+        text = f"Rank {rank} of {environment_size()} waits for {others}."
+        print(text, "To train on one process, unset RANK.", file=sys.stderr, flush=True)
 
 
 def watched(train: Callable) -> Callable:
