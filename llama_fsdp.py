@@ -92,6 +92,7 @@ RUN = Run(
     export_dtype="bf16",
     timeout_minutes=90.0,
 )
+NO_BEST = partial(save_best.Best, save_best=False)  # optional: save_best
 RECOMPUTING = policies.Sharding(activation_checkpointing="blocks")
 export_model = export.export_model
 export_model = lora.export_model  # optional: lora
@@ -114,7 +115,7 @@ class Args:
     sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
     run: Run = field(default_factory=lambda: replace(RUN))
     only: no_training.Only = field(default_factory=no_training.Only)  # optional: no_training
-    best: save_best.Best = field(default_factory=save_best.never)  # optional: save_best
+    best: save_best.Best = field(default_factory=NO_BEST)  # optional: save_best
     saving: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
     tracking: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
@@ -299,7 +300,8 @@ def train(
     optim = args.optim
     precision = args.sharding.precision
     world_size = dist.get_world_size()
-    sampler = StepSampler(len(train_set), optim, hasattr(train_set, "set_epoch"))
+    make_sampler = chat_dataset.PackSampler if hasattr(train_set, "set_epoch") else StepSampler
+    sampler = make_sampler(len(train_set), optim)  # the same order on any ranks
     epoch_steps = sampler.steps_per_epoch
     total_steps = optim.max_steps or optim.epochs * epoch_steps
     factors = schedule(optim, total_steps, epoch_steps)  # learning rate / --lr, by step

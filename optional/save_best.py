@@ -20,11 +20,6 @@ class Best:
     """export best/ after each validation with the lowest loss so far"""
 
 
-def never() -> Best:
-    """Return the default of a script whose exports take minutes."""
-    return Best(save_best=False)
-
-
 def write(
     args: Any, state: State, loss: float, export: Callable, model: nn.Module, check_stop: Callable
 ) -> float:  # fmt: skip

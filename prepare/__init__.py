@@ -6,8 +6,9 @@ read             rows of files, folders and the hub: which ones, and of which sp
 files            values exactly as they are in files; text files
 columns          which columns of rows are read, and the line about the others
 tables           rows, and the samples made of them in the cache
-losses           what a tokenizer or a limit of length loses of texts
+losses           what a tokenizer loses of texts
 tokens           rows that are tokenized already
+rows             keys of pairs and chats, and what a limit cuts of these
 pairs            summarization pairs to tokens, for T5
 texts            texts to blocks, for GPT-2
 chats            chats to documents with exact targets, for Llama

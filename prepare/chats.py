@@ -14,6 +14,7 @@ import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import columns, losses, read, sets, tables, tokens
 from prepare.columns import CHAT, MORE, PAIR, TURN_KEYS, Form, forms_of
+from prepare.rows import print_cut, stable_hash
 from prepare.sets import Parts
 from prepare.templates import answer_ends as answer_ends
 from prepare.templates import ids_of, markers_of, text_of
@@ -54,7 +55,7 @@ def draw_documents(
     --max-seq-length. Raise Problem if these are more than half."""
     documents = sets.sample(name, split, documents, limit)
     length = args.max_seq_length
-    losses.print_cut(f"{name}, {split}", "--max-seq-length", length, documents["lost"][:])
+    print_cut(f"{name}, {split}", "--max-seq-length", length, documents["lost"][:])
     kept = np.flatnonzero(documents["has_target"][:])
     counts = f"{len(kept):,} of {len(documents):,} documents have an answer within that"
     if 2 * len(kept) < len(documents):
@@ -70,7 +71,8 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     length = args.max_seq_length + 1
     parts = {}
     for part, table in read.read(spec, args.dataset_config).items():
-        form = columns.find_form(spec, table.columns, FORMS, args)
+        forms = forms_for(table.columns, args)
+        form = columns.find_form(spec, table.columns, forms, args)
         encode_row = encode_text if form.flags == TEXT else encode_chat
         if form.columns == ("input_ids",):
             encode_row = encode_tokens
@@ -79,10 +81,21 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     return parts
 
 
+def forms_for(names: list, args: Any) -> list:
+    """Return the FORMS of a data set with the columns `names`. Pairs beside chats are left out, or
+    chats if flags name the pairs."""
+    left_out = ""
+    if any(form.flags == CHAT and form.columns[0] in names for form in FORMS):
+        left_out = PAIR
+    if args.completion_column in names:
+        left_out = CHAT
+    return [form for form in FORMS if form.flags != left_out]
+
+
 def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:
     """Return documents, ids and labels, as samples of at most `length` tokens, with `notes` about
     their row. Rows with one `prompt`, which is all before the first answer, are in one split."""
-    key = tables.stable_hash(repr(prompt), size=7)
+    key = stable_hash(repr(prompt), size=7)
     samples = []
     for ids, labels in documents:
         sample = {

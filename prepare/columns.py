@@ -14,7 +14,7 @@ FEW = 3  # values of a column that are printed
 EMPTY = {"None", "", "[]", "{}"}  # values, as text, that say nothing
 TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
              "thinking", "train")  # fmt: skip
-MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats and pairs
+MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats
 CHAT = "--prompt-column {}"
 PAIR = "--prompt-column {} --completion-column {}"
 
@@ -44,10 +44,6 @@ def find_form(name: str, names: list, forms: list, args: Any) -> Form:
     fitting = [form for form in chosen if len({*form.columns} & {*names}) == len(form.columns)]
     if not fitting and (not chosen or len(args.dataset + args.val_dataset) > 1):
         fitting = [form for form in forms if {*form.columns} <= {*names}]
-    # Pairs beside chats are left out, unless flags name them.
-    if {CHAT, PAIR} <= {form.flags for form in fitting}:
-        other = CHAT if fitting[0].is_named else PAIR
-        fitting = [form for form in fitting if form.flags != other]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -1,5 +1,4 @@
-"""What a tokenizer or a limit of length loses of texts, and which rows are skipped. Any rank may
-call these functions."""
+"""What a tokenizer loses of texts, and which rows are skipped. Any rank may call these."""
 
 import os
 import re
@@ -78,10 +77,3 @@ def print_losses(name: str, samples: Dataset) -> None:
         examples = [*filter(None, samples[column][:])]
         if examples:
             print0(f"{name}: " + line.format(f"{len(examples):,}", examples[0]))
-
-
-def print_cut(name: str, flag: str, limit: int, lost: list) -> None:
-    """Print how many samples a flag cuts, given the number of tokens that each loses."""
-    cut = [number for number in lost if number > 0]
-    if cut:
-        print0(f"{name}: {flag} {limit} cuts {len(cut):,} of {len(lost):,}, by {sum(cut):,} tokens")

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core.ranks import Problem, print0
 from prepare import columns, losses, read, sets, tables, tokens
 from prepare.columns import Form
+from prepare.rows import print_cut, stable_hash
 from prepare.sets import Parts
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
@@ -102,7 +103,7 @@ def clean_article(row: dict, titles: dict) -> list:
         {
             "text": " ".join(text.split()),
             "summary": " ".join(summary.split()),
-            "key": tables.stable_hash(title or text),
+            "key": stable_hash(title or text),
             "split": split,
         }
     ]
@@ -116,7 +117,7 @@ def clean_pair(row: dict, form: Form) -> list:
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
     text, summary = (row[column] for column in form.columns)
-    return [{"text": text, "summary": summary, "key": tables.stable_hash(text)}]
+    return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 
 def read_tokens(row: dict, form: Form, limits: tuple, tokenizer: Tokenizer) -> list:
@@ -125,7 +126,7 @@ def read_tokens(row: dict, form: Form, limits: tuple, tokenizer: Tokenizer) -> l
     labels = tokens.check_tokens(row, "labels", "--target-length", limits[1], tokenizer)
     if labels[-1] != tokenizer.eos_token_id:
         raise ValueError("labels do not end in EOS, so the model would not learn to stop")
-    key = tables.stable_hash(repr(ids))
+    key = stable_hash(repr(ids))
     return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key}]
 
 
@@ -150,7 +151,7 @@ def draw(
         features = TOKENS | dict.fromkeys(limits, Value("int32"))
         rows = tables.map_rows(name, tables.as_table(rows), function, features, args)
         for flag, limit in limits.items():
-            losses.print_cut(name, flag, limit, rows[flag][:])
+            print_cut(name, flag, limit, rows[flag][:])
     return rows.select_columns([*TOKENS])
 
 
