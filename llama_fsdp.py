@@ -251,6 +251,9 @@ def wrap_model(
             fully_shard(module, mesh=mesh, **options)
         model.apply(init)  # each rank keeps its rows
         policies.set_prefetch(model)
+        if not is_tied:  # the backward pass begins with the head, and needs no embeddings
+            model.get_output_embeddings().set_reshard_after_forward(False)
+            model.get_input_embeddings().set_unshard_in_backward(False)
     else:
         model = FSDP(
             model,
@@ -335,17 +338,17 @@ def train(
     checks.check_parameters(model, optimizers)  # optional: startup_checks
     log = Log(run.output_dir, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem)  # optional: trackers
-    facts = {
-        "samples": len(train_set),
-        "global_batch": sampler.global_batch,
-        "world_size": world_size,
-        "epoch_steps": epoch_steps,
-        "device": device.type,
-        "arguments": asdict(args),
-    }
-    info = getattr(train_set, "info", None)  # optional: prepare
-    facts["data"] = getattr(info, "description", "")  # optional: prepare
-    log.write("start", **facts)
+    info = getattr(train_set, "info", None)  # if it is a Dataset
+    log.write(
+        "start",
+        samples=len(train_set),
+        global_batch=sampler.global_batch,
+        world_size=world_size,
+        epoch_steps=epoch_steps,
+        device=device.type,
+        arguments=asdict(args),
+        data=getattr(info, "description", ""),
+    )
     stop = StopRequest()
     model.tokenizer = tokenizer  # optional: save_best
     validated = args, device, model, collate, val_sets

@@ -59,10 +59,8 @@ def load(args: Any, tokenizer: Tokenizer, evaluate_only: bool) -> tuple:
                       "it again.")  # fmt: skip
     path = Path(name).expanduser()
     for file, crc in notes["files"].items():
-        with contextlib.suppress(FileNotFoundError):
-            if zlib.crc32((path / file).read_bytes()) == crc:  # they have at most 500 MB
-                continue
-        raise Problem(f"{path / file} {DAMAGED}")
+        if zlib.crc32((path / file).read_bytes()) != crc:  # they have at most 500 MB
+            raise Problem(f"{path / file} {DAMAGED}")
     rows = getattr(tokenizer, "embedding_size", len(tokenizer))
     if notes["highest_id"] >= rows:
         raise Problem(f"{name} has token {notes['highest_id']}, but the model has only {rows}.")

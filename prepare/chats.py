@@ -13,7 +13,7 @@ import prepare.chat_formats as chat_formats  # optional: chat_formats
 import prepare.template_checks as checks  # optional: template_checks
 from core.ranks import Problem, print0
 from prepare import columns, losses, read, sets, tables, tokens
-from prepare.columns import CHAT, MORE, PAIR, TURN_KEYS, Form, forms_of
+from prepare.columns import CHAT, MORE, PAIR, Form, forms_of
 from prepare.rows import print_cut, stable_hash
 from prepare.sets import Parts
 from prepare.templates import answer_ends as answer_ends
@@ -30,6 +30,8 @@ FEATURES = {
     "key": NUMBER,
 }
 ROLES = ("system", "user", "assistant", "tool")
+TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
+             "thinking", "train")  # fmt: skip
 # What stands for a call or for tools, which are read from tool_calls and the column tools.
 OTHER_CALLS = ("function_call", "functions", "tools")
 TEXT = "--text-column {}"
@@ -149,9 +151,12 @@ def encode_text(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
 
 
 def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> list:
-    """Return the documents of a chat as samples. Raise ValueError if the row is unusable."""
+    """Return the documents of a chat as samples, and add the values of its turns that are not read
+    to the row. Raise ValueError if the row is unusable."""
     check_columns(row, form, tokenizer)
     chat, whole_turns = read_chat(row, form)
+    for key, values in columns.values_of(whole_turns, TURN_KEYS).items():
+        row[f"{key} of turns"] = {*values}
     documents, rendered = encode(chat, tokenizer)
     ids, _ = documents[-1]
     change = losses.find_change(rendered, ids, tokenizer, is_rendered=True)
@@ -163,7 +168,6 @@ def encode_chat(row: dict, form: Form, tokenizer: Tokenizer, length: int) -> lis
         length,
         mark=losses.find_mark(str(chat), tokenizer),
         change=change,
-        turns=whole_turns,
     )
 
 

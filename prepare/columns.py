@@ -12,8 +12,6 @@ from core.ranks import Problem
 
 FEW = 3  # values of a column that are printed
 EMPTY = {"None", "", "[]", "{}"}  # values, as text, that say nothing
-TURN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content",
-             "thinking", "train")  # fmt: skip
 MORE = ("tools", "system", "system_prompt")  # columns that are read beside chats
 CHAT = "--prompt-column {}"
 PAIR = "--prompt-column {} --completion-column {}"
@@ -72,14 +70,18 @@ def named_forms(forms: list, args: Any) -> list:
     return [*named.values()]
 
 
-def values_of(items: list, used: Collection = ()) -> dict:
+def values_of(items: list, used: Collection) -> dict:
     """Return the different values, as text, of each key of rows or turns that is not `used`: all,
-    or FEW and one more. A key that an item lacks has the value None."""
+    or FEW and one more. A key that an item lacks has the value None; a set has several values."""
     values = {}
     for key in dict.fromkeys(itertools.chain(*items)):
-        if key not in used:
-            seen = {str(item.get(key)) for item in items}
-            values[key] = sorted(seen)[: FEW + 1]
+        if key in used:
+            continue
+        seen = set()
+        for item in items:
+            value = item.get(key)
+            seen |= value if isinstance(value, set) else {str(value)}
+        values[key] = sorted(seen)[: FEW + 1]
     return values
 
 

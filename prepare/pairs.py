@@ -77,10 +77,7 @@ def load_wikihow(args: Any) -> Parts:
     function = partial(clean_article, titles=titles)
     rows = tables.map_rows("wikihow", table, function, PAIR | {"split": TEXT}, args)
     splits = np.array(rows["split"][:])
-    parts = {}
-    for split in {*splits}:
-        parts[split] = rows.select(np.flatnonzero(splits == split))
-    return parts
+    return {split: rows.select(np.flatnonzero(splits == split)) for split in {*splits}}
 
 
 def title_key(title: str) -> str:
