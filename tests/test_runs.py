@@ -165,18 +165,22 @@ def test_disk_that_stays_full_ends_the_run(flags, tmp_path):
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 4]
 
 
+# The loader may read from the worker before it knows that the worker has ended.
+WORKER_DIED = r"DataLoader worker \(pid\(s\) |Connection reset by peer"
+
+
 @pytest.mark.parametrize("more", [[], ["--async-save"]])
 def test_worker_that_dies_in_a_save_does_not_interrupt_it(flags, tmp_path, more):
     command = ["gpt2_fsdp", "worker in save", 0, 0, *flags, "--num-workers", 1, *more]
     result = launch(0, "tests/workers/faulty.py", *command, "--output-dir", tmp_path, check=False)
     assert result.returncode == 1 and "could not be saved" not in result.stdout
-    assert "DataLoader worker (pid(s) " in result.stderr and metrics(tmp_path, "save")
+    assert re.search(WORKER_DIED, result.stderr) and metrics(tmp_path, "save")
 
 
 def test_worker_that_dies_between_saves_is_noticed(flags, tmp_path):
     command = ["gpt2_fsdp", "worker", 0, 3, *flags, "--num-workers", 1, "--output-dir", tmp_path]
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
-    assert result.returncode == 1 and "DataLoader worker (pid(s) " in result.stderr
+    assert result.returncode == 1 and re.search(WORKER_DIED, result.stderr)
     assert max(losses(tmp_path)) == 3
 
 
