@@ -34,12 +34,13 @@ MARK = re.compile(r"  # optional: (\w+)$", re.MULTILINE)
 IMPORT = re.compile(r"^ *(?:from|import) ([\w.]+)(?: import ([\w, ]+))?", re.MULTILINE)
 DATASET = re.compile(r"""((?:--dataset |"dataset": "|dataset: Names = \("))[\w/.]+""")
 
-NEXT = """Copied to {directory}. Next, in a copy with prepare ({many:,} lines of modules):
-    cd {directory}; python tools/docstrings.py docstrings.jsonl
-    python {script} --model-name tiny --dataset docstrings.jsonl
-A copy without it ({few:,} lines) trains on tokens, by a command here and one in the copy:
-    python tools/prepare.py {script} --model-name tiny --dataset ROWS --output-dir {directory}/data
-    python {script} --model-name tiny --dataset data/prepared"""
+HELP = '"""Tokens that tools/prepare.py of the repository wrote."""'  # of --dataset
+
+WITH_PREPARE = """    cd {directory}; python tools/docstrings.py docstrings.jsonl
+    python {script} --model-name tiny --dataset docstrings.jsonl"""
+WITHOUT_PREPARE = """    python tools/prepare.py {script} --model-name tiny --dataset ROWS \\
+        --output-dir {directory}/data
+    cd {directory}; python {script} --model-name tiny --dataset data/prepared"""
 
 
 def read(path: Path, without: Sequence[str]) -> str:
@@ -90,6 +91,8 @@ def other_files(script: str, kept: Sequence[str], without: Sequence[str]) -> dic
     are marked with `no_NAME` are for copies without the optional module NAME."""
     present = {*kept, *(f"no_{room}" for room in without)}
     present |= {"any" if kept else "none", "no_any" if without else "none"}
+    if "prepare" in without:  # it has these
+        present -= {"no_files", "no_chat_formats", "no_template_checks"}
     texts = {}
     for place, file in OTHERS.items():
         absent = {*MARK.findall((ROOT / file).read_text())} - present
@@ -106,10 +109,11 @@ def other_files(script: str, kept: Sequence[str], without: Sequence[str]) -> dic
 def of_a_copy(text: str, kept: Sequence[str]) -> str:
     """Return a text without what a copy with the optional modules `kept` lacks: rows are data of
     prepare, without which it trains on data/prepared."""
-    lines = ["To copy this script, and for"]
+    lines = ["To copy this script, and for", r"docs/memory\.md"]
     if "prepare" not in kept:
         lines.append(r"python tools/docstrings\.py")
         text = DATASET.sub(r"\1data/prepared", text)
+        text = re.sub(r'(?s)"""NAME is .*?"""', HELP, text)
     return re.sub(f".*({'|'.join(lines)}).*\n", "", text)
 
 
@@ -142,9 +146,10 @@ def main(
         target = directory / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(of_a_copy(text, kept))
-    other = needed_files(ROOT / script, sorted({*without} ^ {"prepare"}))
-    few, many = sorted(len("".join(x.values()).splitlines()) for x in (files, other))
-    print(NEXT.format(directory=directory, script=script, few=few, many=many))
+    lines = len("".join(files.values()).splitlines())
+    print(f"Copied {lines:,} lines of modules to {directory}. Next:")
+    commands = WITH_PREPARE if "prepare" in kept else WITHOUT_PREPARE
+    print(commands.format(directory=directory, script=script))
 
 
 if __name__ == "__main__":
