@@ -26,7 +26,7 @@ def write(
     """Write best/ by `export`, and its step, if `loss` is the lowest, and return it. If that fails,
     print the reason and return inf; then, and after a stop, a resume repeats the validation."""
     path = args.run.output_dir / "best"
-    if loss >= state.best_loss or not args.best.save_best:
+    if not (args.best.save_best and loss < state.best_loss):  # NaN is not lower
         return loss
     state.needs_validation = True
     try:

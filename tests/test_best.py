@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import (
@@ -20,7 +23,10 @@ from in_process import start
 
 import gpt2_fsdp
 from core import export
+from core.args import Run
+from core.checkpoint import State
 from core.ranks import STOPPED, Stopped
+from optional import save_best
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,14 @@ def finished(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     more = ["--batch-size", 4, "--keep-checkpoints", 9, "--output-dir", output]
     assert start(gpt2_fsdp, *flags, *more) == 0
     return output
+
+
+def test_validation_loss_of_nan_does_not_replace_best(tmp_path):
+    export_model = mock.Mock()
+    args = SimpleNamespace(run=Run(tmp_path), best=save_best.Best())
+    state = State({}, {}, step=20, best_loss=2.0, best_step=10)
+    assert math.isnan(save_best.write(args, state, math.nan, export_model, None, None))
+    export_model.assert_not_called()
 
 
 def step_of_best(output: Path) -> int:
