@@ -63,10 +63,12 @@ def test_node_joining_and_leaving_does_not_change_losses(start_node, chats, tmp_
     wait_until(lambda: len(live_metrics(output, "start")) == 2, 30, lambda: "no node has joined")
     wait_for_step(output, max(losses(output)) + 25)
     os.killpg(second.pid, signal.SIGKILL)
-    assert finish(first).returncode == 0
-    assert [start["world_size"] for start in metrics(output, "start")] == [1, 2, 1]
+    wait_until(lambda: len(live_metrics(output, "start")) == 3, 90, lambda: "it does not go on")
+    third = start_node(*command)  # it counts no restart, and `first` one
+    assert finish(first).returncode == finish(third).returncode == 0
+    assert [start["world_size"] for start in metrics(output, "start")] == [1, 2, 1, 2]
     optims = [start["arguments"]["optim"] for start in metrics(output, "start")]
     batches = [(x["batch_size"], x["gradient_accumulation_steps"]) for x in optims]
-    assert batches == [(2, 4), (2, 2), (2, 4)] and status(output) == "finished"
+    assert batches == [(2, 4), (2, 2), (2, 4), (2, 2)] and status(output) == "finished"
     expected = losses(tmp_path / "uninterrupted")
     assert losses(output) == pytest.approx(expected, abs=1e-5, rel=0) and len(expected) == 120
