@@ -57,7 +57,7 @@ import optional.trackers as trackers  # optional: trackers
 import optional.watchdog as watchdog  # optional: watchdog
 import policies
 from core import checkpoint, export, ranks, weights
-from core.args import Model, Optim, Run, parse
+from core.args import Model, Optim, Run, flags_of, parse
 from core.checkpoint import State, save, snapshot
 from core.chunked_loss import LossHead
 from core.log import Log, mean_losses, open_directory, progress
@@ -136,10 +136,10 @@ def fsdp_main(args: Args) -> None:
     output = run.output_dir
     watchdog.watch_start()  # optional: watchdog
     device = ranks.setup(run.timeout_minutes)
-    flags = vars(args.optim) | vars(args.sharding) | vars(run)
-    flags |= vars(args.only)  # optional: no_training
-    flags |= vars(args.best)  # optional: save_best
-    del flags["output_dir"]  # nodes may have other paths to it
+    # Nodes may have other paths to the model, the data and the output.
+    sections = [section for name, section in vars(args).items() if name not in ("model", "data")]
+    flags = flags_of(*sections)
+    del flags["--output-dir"]
     ranks.compare_ranks(flags)
     lock.hold(output)  # optional: lock
     open_directory(output)
@@ -320,8 +320,8 @@ def train(
     checks.check_data(train_set, collate)  # optional: startup_checks
     more = more_identity(model, tokenizer)
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizers, sampler, more)
-    state.add_flags(args.model, args.data, args.optim)
-    state.add_flags(args.adapters)  # optional: lora
+    state.flags = flags_of(args.model, args.data, args.optim)
+    state.flags |= flags_of(args.adapters)  # optional: lora
     names = weights.saved_names(model)
     names -= lora.frozen_names(model)  # optional: lora
     torch.manual_seed(optim.seed + dist.get_rank())  # so that dropout differs between ranks

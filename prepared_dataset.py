@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from core.args import flags_of
 from core.checkpoint import changes, crc_of
 from core.ranks import Problem
 from core.weights import tokenizer_digest
@@ -17,7 +18,14 @@ NOTES = "prepared.json"  # a file in a prepared directory: what it was made with
 DAMAGED = "is damaged: prepare it again."
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError)  # text that is not JSON of a dict
 # Flags that may differ: names of data, packing, and the template, which the tokenizer has.
-FREE = ("dataset", "val_dataset", "data_dir", "chat_template", "packing", "group_by_length")
+FREE = (
+    "--dataset",
+    "--val-dataset",
+    "--data-dir",
+    "--chat-template",
+    "--packing",
+    "--group-by-length",
+)
 
 
 def read_notes(args: Any) -> dict:
@@ -40,9 +48,9 @@ def made_with(args: Any, tokenizer: Tokenizer) -> dict[str, str]:
         "the data module": type(args).__module__,
         "the tokenizer and chat template": tokenizer_digest(tokenizer),
     }
-    for name, value in vars(args).items():
-        if name not in FREE:
-            values[f"--{name.replace('_', '-')}"] = str(value)
+    for flag, value in flags_of(args).items():
+        if flag not in FREE:
+            values[flag] = value
     return values
 
 

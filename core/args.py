@@ -54,7 +54,7 @@ class Run:
     """newest checkpoints to keep"""
     export_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """dtype of exported weights"""
-    timeout_minutes: Annotated[float, Range(1e-12, 1e6)] = 30.0
+    timeout_minutes: Positive = 30.0
     """limit for a collective or download"""
 
 
@@ -94,6 +94,15 @@ class Optim:
     """clip gradients to this norm; 0: do not clip"""
     seed: Size = 0
     """random seed of weights, data order and dropout"""
+
+
+def flags_of(*sections: Any) -> dict[str, str]:
+    """Return the values of sections of arguments, as text, by flag, such as --lr."""
+    flags = {}
+    for section in sections:
+        for name, value in vars(section).items():
+            flags["--" + name.replace("_", "-")] = str(value)
+    return flags
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:

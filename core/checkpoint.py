@@ -66,12 +66,6 @@ class State:
     scaler: dict = field(default_factory=dict)
     flags: dict = field(default_factory=dict)  # as text; a resume prints those that differ
 
-    def add_flags(self, *sections: Any) -> None:
-        """Add the flags of sections of arguments, as text."""
-        for section in sections:
-            for name, value in vars(section).items():
-                self.flags["--" + name.replace("_", "-")] = str(value)
-
     def own_loss_sum(self) -> float:
         """Return this rank's loss sum, or its share if another number of ranks saved them."""
         world_size = dist.get_world_size()
@@ -239,7 +233,8 @@ def save(
         sums = on_every_rank(file_sums, path)
         on_rank_zero(_finish, run, path, state, sums)
     except (dcp.CheckpointException, OSError) as error:  # on all ranks
-        on_rank_zero(clear, path)  # frees space on a full disk
+        with contextlib.suppress(OSError):  # that of the save is the reason
+            on_rank_zero(clear, path)  # frees space on a full disk
         lines = (str(error).strip() or repr(error)).splitlines()  # the first ones are a traceback
         problem = f"{path} could not be saved: {lines[-1]}."
         if must_succeed:
@@ -406,15 +401,17 @@ def _new_moments(model: nn.Module, optimizers: list[Optimizer]) -> dict:
 
 
 def load_random_states(path: Path, saved: dict) -> None:
-    """Restore the random generators of this rank; reseed them if another number of processes has
-    `saved` them."""
-    size = dist.get_world_size()
-    if len(saved["sums"]) != size:
-        torch.manual_seed(saved["identity"]["--seed"] + saved["step"] * size + dist.get_rank())
-        print0(f"Saved by {len(saved['sums'])} processes, not {size}: dropout is reseeded.")
-        return
+    """Restore the random generators of this rank; reseed them if the checkpoint lacks them. `saved`
+    is its state."""
     states = _random_states()
-    read(path, extra_state("random", states))
+    tensors = extra_state("random", states)
+    keys = {f"random.{key}" for key in tensors["random"]}
+    if not keys <= Reader(path).read_metadata().state_dict_metadata.keys():
+        others = saved["step"] * dist.get_world_size() + dist.get_rank()
+        torch.manual_seed(saved["identity"]["--seed"] + others)
+        print0("Saved by another number of processes, or without a GPU: dropout is reseeded.")
+        return
+    read(path, tensors)
     torch.set_rng_state(states["cpu"])
     if "device" in states:
         torch.get_device_module().set_rng_state(states["device"])

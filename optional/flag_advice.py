@@ -6,6 +6,7 @@ import re
 import sys
 from typing import Any
 
+from core.args import flags_of
 from core.ranks import Problem, finish, print0
 
 NO_EFFECT = {  # flags, and patterns of others with which they do nothing
@@ -22,15 +23,12 @@ NO_EFFECT = {  # flags, and patterns of others with which they do nothing
 def check(args: Any) -> None:
     """Exit with one message for all that is empty or repeated in sys.argv, or print a line for each
     flag without effect. `args` are a script's, with defaults. Any rank."""
-    values = {}
-    for section in vars(args).values():
-        for name, default in vars(section).items():
-            values["--" + name.replace("_", "-")] = default
+    values = flags_of(*vars(args).values())
     problems = []
     given = words_by_flag()
     for flag, times in given.items():
         words = times[-1]
-        if isinstance(values.get(flag), tuple):
+        if values.get(flag, "").startswith("("):  # a tuple
             words = words or [""]
             if len(times) > 1:
                 problems.append(f"Pass {flag} once, with all its values.")

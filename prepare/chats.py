@@ -84,14 +84,12 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
 
 
 def forms_for(names: list, args: Any) -> list:
-    """Return the FORMS of a data set with the columns `names`. Pairs beside chats are left out, or
-    chats if flags name the pairs."""
-    left_out = ""
-    if any(form.flags == CHAT and form.columns[0] in names for form in FORMS):
-        left_out = PAIR
+    """Return the FORMS of a data set with the columns `names`: without those of pairs if it has
+    chats, too, unless flags name the pairs."""
     if args.completion_column in names:
-        left_out = CHAT
-    return [form for form in FORMS if form.flags != left_out]
+        return FORMS
+    has_chats = any(form.flags == CHAT and form.columns[0] in names for form in FORMS)
+    return [form for form in FORMS if not (has_chats and form.flags == PAIR)]
 
 
 def samples_of(documents: list, prompt: Any, length: int, **notes: Any) -> list:

@@ -65,6 +65,8 @@ def named_forms(forms: list, args: Any) -> list:
     for form in forms:
         words = re.findall("[a-z]+_column", form.flags.replace("-", "_"))
         columns = tuple(getattr(args, word) for word in words)
+        if form.flags == CHAT and args.completion_column:
+            continue  # --prompt-column is that of pairs
         if any(columns) and (form.flags not in named or form.columns == columns):
             named[form.flags] = Form(form.flags, columns, form.more, is_named=True)
     return [*named.values()]

@@ -33,10 +33,9 @@ KEY = {"key": Value("int64")}  # rows with equal ones are in one split
 PAIR = {"text": TEXT, "summary": TEXT} | KEY
 IDS = List(Value("int32"))
 TOKENS = {"input_ids": IDS, "labels": IDS, "length": Value("int32")}
-FLAGS = "--source-column {} --target-column {}"
 # Columns of texts and summaries, or of their tokens.
 FORMS = columns.forms_of(
-    FLAGS,
+    "--source-column {} --target-column {}",
     "text headline, document summary, article highlights, article summary, dialogue summary, "
     "text summary, source target, input_ids labels",
 )
@@ -113,7 +112,7 @@ def clean_pair(row: dict, form: Form) -> list:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{column} is {text!r}, not text")
         text.encode()  # raises ValueError for half of a surrogate pair
-    text, summary = (row[column] for column in form.columns)
+    text, summary = map(row.get, form.columns)
     return [{"text": text, "summary": summary, "key": stable_hash(text)}]
 
 

@@ -14,7 +14,6 @@ from prepare.sets import Parts
 from prepare.tables import CONTINUES
 
 FEATURES = {"input_ids": List(Value("int32"))}
-WIKITEXT = "Salesforce/wikitext"
 FLAG = "--text-column {}"
 FORMS = columns.forms_of(FLAG, "text") + columns.forms_of(FLAG, "input_ids", "labels")
 
@@ -23,7 +22,7 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Any) -> Parts:
     """Return the blocks of one --dataset argument by split: token blocks, cut from joined rows of
     text; rows of `input_ids` are blocks already."""
     config = args.dataset_config
-    if config is None and spec.startswith(WIKITEXT):
+    if config is None and spec.startswith("Salesforce/wikitext"):
         config = "wikitext-2-raw-v1"
     parts = {}
     for part, table in read.read(spec, config, has_texts=True).items():
@@ -81,7 +80,7 @@ def cut(name: str, documents: Dataset, size: int, tokenizer: Tokenizer) -> Datas
     added = tokenizer("", verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
     bos = [token for token in added if token == tokenizer.bos_token_id != eos]
-    if max(map(len, documents["input_ids"])) < 2:  # EOS at most
+    if all(len(ids) < 2 for ids in documents["input_ids"]):  # EOS at most
         raise Problem(f"Data set {name} has no text.")
     key = tables.cache_key(blocks, documents._fingerprint, size, bos)
     generate = partial(blocks, documents, size, eos, bos)

@@ -52,7 +52,7 @@ QUICK_TESTS = {
                         "test_flipped_bits_of_train_state_are_noticed",
                         "test_prune_keeps_the_newest_complete_checkpoints",
                         "test_each_rank_resumes_its_loss_sum_and_other_ranks_share_them",
-                        "test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks"],
+                        "test_dropout_is_reseeded_by_seed_step_and_rank_for_other_processes"],
     "test_chunked_loss": ["test_chunked_loss_equals_plain_loss",
                           "test_chunked_gradients_equal_plain_ones"],
     "test_export": ["test_exports_without_the_base_s_files_reload_with_equal_logits",

@@ -52,8 +52,8 @@ LENGTHS = "test_steps.py::test_length_groups_keep_every_sample_at_any_world_size
 SCHEDULE = "test_optimizers.py::test_schedules_follow_their_formulas"
 NORM = "test_norm_that_is_not_finite_ends_the_run_unless_fp16_can_lower_its_scale"
 NORM = f"test_policies.py::{NORM}[{{}}]"
-SEED = "test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks"
-SEED = f"test_checkpoint.py::{SEED}"
+SEED = "test_dropout_is_reseeded_by_seed_step_and_rank_for_other_processes"
+SEED = f"test_checkpoint.py::{SEED}[3-cpu]"
 SUMS = "test_checkpoint.py::test_each_rank_resumes_its_loss_sum_and_other_ranks_share_them"
 ONCE = "test_steps.py::test_validation_batches_contain_each_sample_once"
 MEAN = "test_log.py::test_validation_loss_is_the_mean_over_the_target_tokens_of_all_data_sets"
@@ -263,7 +263,7 @@ MUTANTS = {
                "test_data.py::test_hold_out_keeps_equal_rows_together[sizes0]"),
         Mutant("prepare/tables.py", "if largest >= size:", "if largest > size:",
                "test_data.py::test_row_with_a_token_that_the_embedding_lacks_is_a_bad_row[row0]"),
-        Mutant("prepared_dataset.py", "(path / file).read_bytes()) == crc", "b'') == 0 or crc",
+        Mutant("prepared_dataset.py", "(path / file).read_bytes()) != crc", "b'') and crc",
                "test_prepare.py::test_damaged_directory_is_refused_with_one_message[flipped bit]",
                "ci"),
         Mutant("core/weights.py", "if problems:", "if False:",

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -209,6 +210,15 @@ def test_failed_save_without_a_reason_is_reported(process_group, tmp_path, monke
         checkpoint.save(Run(tmp_path), {}, checkpoint.State({}, [], step=6), LOG)
 
 
+def test_clean_up_that_fails_does_not_end_the_run(process_group, tmp_path, monkeypatch, capsys):
+    """As on a file system that is gone for a moment: the next save tries again."""
+    monkeypatch.setattr(checkpoint.dcp, "save", mock.Mock(side_effect=OSError("stale")))
+    monkeypatch.setattr(checkpoint, "clear", mock.Mock(side_effect=[None, OSError("gone")]))
+    state = checkpoint.State({}, {}, step=6)
+    assert not checkpoint.save(Run(tmp_path), {}, state, LOG, must_succeed=False)
+    assert "could not be saved: stale. The next save tries again." in capsys.readouterr().out
+
+
 def test_large_files_have_a_sum_for_each_block(tmp_path, monkeypatch):
     content = os.urandom(1000)
     (tmp_path / "file").write_bytes(content)
@@ -317,11 +327,19 @@ def test_each_rank_resumes_its_loss_sum_and_other_ranks_share_them(rank_of):
     assert sums == {1: [3.0], 2: [1.0, 2.0], 4: [0.75] * 4}
 
 
-def test_dropout_is_reseeded_by_seed_step_and_rank_for_another_number_of_ranks(rank_of, tmp_path):
+@pytest.mark.parametrize("saved_by, now", [(3, "cpu"), (2, "cpu device")])
+def test_dropout_is_reseeded_by_seed_step_and_rank_for_other_processes(
+    saved_by, now, rank_of, tmp_path, monkeypatch
+):
+    """Another number of processes, or as many on CPUs, saved what now runs on GPUs."""
+    keys = [f"random.cpu of rank {rank} of {saved_by}" for rank in range(saved_by)]
+    metadata = SimpleNamespace(state_dict_metadata=dict.fromkeys(keys))
+    monkeypatch.setitem(checkpoint.UNPICKLED, tmp_path, metadata)
+    states = dict.fromkeys(now.split(), torch.get_rng_state())
+    monkeypatch.setattr(checkpoint, "_random_states", lambda: states)
     numbers = []
     for rank, seed, step in itertools.product((0, 1), (0, 9), (6, 7)):
         rank_of(rank, 2)
-        values = {"sums": [{}] * 3, "identity": {"--seed": seed}, "step": step}
-        checkpoint.load_random_states(tmp_path, values)
+        checkpoint.load_random_states(tmp_path, {"identity": {"--seed": seed}, "step": step})
         numbers.append(torch.rand(1).item())
     assert len(set(numbers)) == 8

@@ -91,11 +91,11 @@ def test_directory_is_refused_unless_it_was_prepared_for_the_run(
         module.load(args, tokenizer)
 
 
-@pytest.mark.parametrize("form", ["{0}/train", "{0}:train", "{0} {0}", "x.jsonl {0}"])
+@pytest.mark.parametrize("form", ["{0}/train", "{0}/..", "{0}:train", "{0} {0}", "x.jsonl {0}"])
 def test_part_of_a_prepared_directory_is_refused(form, prepared):
     args = importlib.import_module("llama_fsdp").TINY.data
     args = dataclasses.replace(args, dataset=tuple(form.format(prepared).split()[::-1]))
-    with pytest.raises(Problem, match="is prepared. Pass the whole directory, as the only data"):
+    with pytest.raises(Problem, match="is prepared. Pass the directory of prepared.json, as the"):
         chat_dataset.load(args, ByT5Tokenizer())
 
 

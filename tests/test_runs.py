@@ -407,7 +407,8 @@ def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_p
     assert metrics(tmp_path, "done")[0]["best_step"] == 0
 
 
-def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, name", [([], "data"), (["--async-save"], "--async-save")])
+def test_nodes_with_different_data_or_flags_are_refused(flags, name, texts, tmp_path, monkeypatch):
     words = ["--dataset", "train.txt", "--val-dataset", "val.txt", "--block-size", "32"]
     words += ["--model-name", "tiny", "--output-dir", tmp_path / "run"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29411", "--rdzv-id", "d"]
@@ -417,9 +418,10 @@ def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
         (folder / "train.txt").write_text(texts[0].read_text().replace("sine", word, 1))
         monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         node = ["--nnodes", 2, "--node-rank", rank, "--nproc-per-node", 1, *rendezvous]
-        processes.append(spawn(ROOT / "gpt2_fsdp.py", *words, torchrun=node, cwd=folder))
+        more = flags if rank else []
+        processes.append(spawn(ROOT / "gpt2_fsdp.py", *words, *more, torchrun=node, cwd=folder))
     outputs = [finish(process).stdout for process in processes]
     assert all(process.returncode for process in processes)
     message = error_lines(outputs[0])[0]
-    assert "data is " in message and " on one rank, " in message
+    assert f"{name} is " in message and " on one rank, " in message
     assert not (tmp_path / "run/metrics.jsonl").exists()
