@@ -98,11 +98,11 @@ class Optim:
 
 def flags_of(*sections: Any) -> dict[str, str]:
     """Return the values of sections of arguments, as text, by flag, such as --lr."""
-    flags = {}
-    for section in sections:
-        for name, value in vars(section).items():
-            flags["--" + name.replace("_", "-")] = str(value)
-    return flags
+    return {
+        "--" + name.replace("_", "-"): str(value)
+        for section in sections
+        for name, value in vars(section).items()
+    }
 
 
 def parse(kind: type, docstring: str, tiny: Any) -> Any:

@@ -407,8 +407,9 @@ def load_random_states(path: Path, saved: dict) -> None:
     tensors = extra_state("random", states)
     keys = {f"random.{key}" for key in tensors["random"]}
     if not keys <= Reader(path).read_metadata().state_dict_metadata.keys():
-        others = saved["step"] * dist.get_world_size() + dist.get_rank()
-        torch.manual_seed(saved["identity"]["--seed"] + others)
+        torch.manual_seed(
+            saved["identity"]["--seed"] + saved["step"] * dist.get_world_size() + dist.get_rank()
+        )
         print0("Saved by another number of processes, or without a GPU: dropout is reseeded.")
         return
     read(path, tensors)
